@@ -1,0 +1,193 @@
+"""Frozen records that cross a border between rooms of Outrider. No behaviour beyond checking their own fields.
+
+One request's journey through them: Request -> Proposal -> Verdict -> StepOutput -> Delta. Stages never call the next
+stage; they hand it one of these. Nothing here imports torch at run time except for annotations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from outrider.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAD = -1
+"""Fills the unused tail of a padded row of token ids; never a token, never drawn, never accepted."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are drawn and when it ends; field names, meanings and defaults as vLLM's.
+
+    Temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. Penalties count tokens of
+    the output (repetition: prompt and output). `logit_bias` adds to logits before everything else. `max_tokens` None
+    means as far as the context goes. `logprobs` k reports the k likeliest tokens and the drawn one, of the model's raw
+    distribution. Raises RequestError naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, low, high in _FLOAT_RANGES:
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high:
+                raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}", param=name)
+        for name, least in _INT_LEAST:
+            value = getattr(self, name)
+            if value is None and name in ("seed", "max_tokens", "logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise RequestError(f"{name} is {value!r}, expected an integer of at least {least}", param=name)
+        if self.top_p == 0:
+            raise RequestError("top_p is 0, expected above 0 and at most 1 (use temperature 0 for greedy)", param="top_p")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0, expected above 0", param="repetition_penalty")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise RequestError("stop has an empty or non-text entry, expected non-empty strings", param="stop")
+        if any(not _is_number(bias) for bias in self.logit_bias.values()):
+            raise RequestError("logit_bias has a value that is not a finite number", param="logit_bias")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the next distribution."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+_FLOAT_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+)
+_INT_LEAST = (("n", 1), ("top_k", -1), ("seed", -(2**63)), ("max_tokens", 1), ("min_tokens", 0), ("logprobs", 0))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class TextSink(Protocol):
+    """Turns one sequence's committed ids into text and watches for stop strings; implemented in `text`."""
+
+    def push(self, token_id: int, *, check_stop: bool) -> str | None:
+        """Take the next committed id; give the stop string that it completes, if any and if asked to check."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sequence to generate: a prompt's ids and how to continue them. `n` > 1 arrives as n requests.
+
+    `seed` is always set here (drawn by the façade where the user gave none), so every run can be repeated.
+    `eos_ids` end the sequence unless `params.ignore_eos`; `params.stop_token_ids` always do.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    choice_index: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    sink: TextSink | None = None
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Sparse rows of probability: row r draws `ids[starts[r]:starts[r+1]]` with those `probs`.
+
+    Shapes: ids [nnz] int64, probs [nnz] float32, starts [R+1] int64. Each row sums to 1 within 1e-4, has at least
+    one entry, and lists no id twice. A greedy row has exactly one entry.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    starts: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.starts) - 1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The draft tokens of one round, one chain a request, in the order of the requests asked for.
+
+    `tokens[b]` holds the drafts of request b: zero up to its budget of them, as target ids. `draft_probs` has one row
+    a draft token, request by request, the distribution that it was really drawn from; None says that every draft was
+    chosen without chance (one-hot).
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    draft_probs: Distributions | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target says of one request's proposal: how many drafts stand, and the token after them."""
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the drawn token's, its rank (1 is the likeliest), and the top ones by id."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one engine step committed for one request; `token_ids` may be several, or none while a prompt is read."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a reader of a stream sees next of one choice: new text and ids, and at the end why it ended."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
