@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from outrider.errors import ConfigError
@@ -269,3 +271,12 @@ def _check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
         if last_end == 0 and first != 1:
             raise ConfigError(f"{name} starts at {first}, expected the first entry to start at 1", param=name)
         last_end = end
+
+
+def cache_folder() -> Path:
+    """Where models and built kernels are kept: OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
+    if chosen := os.environ.get("OUTRIDER_CACHE"):
+        return Path(chosen).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "outrider"
+    return Path.home() / ".cache" / "outrider"

@@ -137,6 +137,11 @@ class Distributions:
         """R."""
         return len(self.starts) - 1
 
+    def row(self, index: int) -> Distributions:
+        """One row of its own."""
+        first, end = self.starts[index : index + 2].tolist()
+        return Distributions(self.ids[first:end], self.probs[first:end], self.starts[index : index + 2] - first)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -169,6 +174,22 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestStats:
+    """What a finished request took: tokens, seconds since it was added, its drafting, and why drafting stopped if so."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    first_token_s: float
+    total_s: float
+    num_rounds: int
+    num_drafted: int
+    num_accepted: int
+    accepted_histogram: tuple[int, ...]
+    drafting_error: str | None = None
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What one engine step committed for one request; `token_ids` may be several, or none while a prompt is read."""
@@ -178,6 +199,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stats: RequestStats | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Drafting with a smaller causal language model of the same vocabulary.
+
+The model's keys and values are paged under the target's block tables, so a prefix that it once read stays read for
+every request that shares it. It catches up on what it has not seen in one packed pass, which also gives the first
+draft, then runs one row a request for each further draft. It never sees the target's hidden states. Source: Leviathan
+et al. 2023, arXiv:2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.errors import DrafterMismatch
+from outrider.models.attention import Batch
+from outrider.models.families import load_model
+from outrider.sampling import concatenate, distributions, draft_group, draw, greedy
+from outrider.types import Distributions, Proposal
+
+
+class DraftModelDrafter:
+    """A causal language model as drafter: `model` in the configuration names it."""
+
+    taps: tuple[int, ...] = ()
+    needs_target_kv = False
+    trainable = False
+
+    def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
+        if config.model is None:
+            raise DrafterMismatch("draft_model needs a model: add \"model\" to the speculative config", param="model")
+        dtype, device = target.model.embedding.dtype, target.model.device
+        self._model = load_model(config.model, dtype=dtype, device=device, max_len=target.max_len)
+        ours, theirs = self._model.config.vocab_size, target.model.config.vocab_size
+        if ours != theirs:
+            raise DrafterMismatch(
+                f"draft model {config.model} has a vocabulary of {ours}, the target one of {theirs}: "
+                "both need the same tokenizer",
+                param="model",
+            )
+        self._max_len = min(target.max_len, self._model.config.max_position_embeddings)
+        self._pool = target.pool
+        self._cache = self._model.new_cache(target.pool.num_blocks * target.pool.block_size)
+        # How many rows of each block are read, and for which handing out of the block that holds.
+        self._rows_read = np.zeros(target.pool.num_blocks, dtype=np.int64)
+        self._generation = np.full(target.pool.num_blocks, -1, dtype=np.int64)
+
+    def begin(self, slot: int) -> None:
+        """Nothing to prepare: what was read is known by block."""
+
+    def end(self, slot: int) -> None:
+        """Nothing to release: the blocks are the target's."""
+
+    def propose(self, context: DraftContext) -> Proposal:
+        """Chains of draft tokens, one model row each after the first. A text beyond the model's length gets none."""
+        budgets = [
+            min(budget, max(0, self._max_len - len(history) + 1))
+            for budget, history in zip(context.budgets, context.histories, strict=True)
+        ]
+        chains: list[list[int]] = [[] for _ in budgets]
+        rows: list[list[Distributions]] = [[] for _ in budgets]
+        for step in range(max(budgets)):
+            active = [index for index, budget in enumerate(budgets) if step < budget]
+            logits = self._forward(context, active, chains)
+            groups = [draft_group(context.groups[index], step) for index in active]
+            if context.sample_method == "greedy":
+                tokens = greedy(logits).tolist()
+            else:
+                drawn_from = distributions(logits, groups)
+                tokens = draw(drawn_from, groups, context.purpose)
+                for row, index in enumerate(active):
+                    rows[index].append(drawn_from.row(row))
+            for index, token in zip(active, tokens, strict=True):
+                chains[index].append(token)
+        drawn = [row for part in rows for row in part]
+        return Proposal(tuple(map(tuple, chains)), concatenate(drawn) if drawn else None)
+
+    def _forward(self, context: DraftContext, active: list[int], chains: list[list[int]]) -> torch.Tensor:
+        """Logits [len(active), V] after all committed tokens and drafts so far; reads what is not read yet."""
+        ids, spans, last = [], [], []
+        for index in active:
+            history, chain = context.histories[index], chains[index]
+            known = len(history) + len(chain) - 1 if chain else self._num_read(context.blocks[index], len(history) - 1)
+            text = history[known:] if not chain else np.array(chain[-1:], dtype=np.int64)
+            ids.append(text)
+            spans.append((known, len(text)))
+            last.append(len(text))
+            if not chain:
+                self._mark_read(context.blocks[index], len(history))
+        blocks = [context.blocks[index] for index in active]
+        logit_rows = np.cumsum(np.array(last, dtype=np.int64)) - 1
+        size = self._pool.block_size
+        batch = Batch.pack(np.concatenate(ids), spans, blocks, logit_rows, size, self._model.device)
+        return self._model(batch, self._cache).logits
+
+    def _num_read(self, blocks: Sequence[int], most: int) -> int:
+        table = np.asarray(blocks)
+        read = np.where(self._generation[table] == self._pool.generation[table], self._rows_read[table], 0)
+        short = np.flatnonzero(read < self._pool.block_size)
+        whole = int(short[0]) if len(short) else len(table)
+        extra = int(read[whole]) if whole < len(table) else 0
+        return min(most, whole * self._pool.block_size + extra)
+
+    def _mark_read(self, blocks: Sequence[int], length: int) -> None:
+        size = self._pool.block_size
+        table = np.asarray(blocks)[: -(-length // size)]
+        self._generation[table] = self._pool.generation[table]
+        self._rows_read[table] = np.clip(length - np.arange(len(table)) * size, 0, size)

@@ -1,0 +1,1 @@
+"""What every drafter shares: the protocol, the registry. Import from the modules themselves."""

@@ -1,0 +1,39 @@
+"""From a step's entries to tensors and back: packs rows, runs the target, hands out logits. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.scheduler import Entry
+from outrider.models.attention import Batch
+from outrider.models.llama import LlamaModel
+
+
+class Runner:
+    """Owns the target's cache tensors and runs packed forwards over them."""
+
+    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+        self.model, self.block_size = model, block_size
+        self.cache = model.new_cache(num_blocks * block_size)
+
+    def forward(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Tensor:
+        """Logits [R, V] float32: for each entry that samples, its last committed row and one row a draft token."""
+        return self.model(self._pack(entries, drafts), self.cache).logits
+
+    def _pack(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Batch:
+        ids, spans, logit_rows, row = [], [], [], 0
+        for entry, tokens in zip(entries, drafts, strict=True):
+            sequence = entry.sequence
+            ids.append(sequence.tokens[sequence.num_computed : sequence.num_computed + entry.num_rows])
+            ids.append(np.array(tokens, dtype=np.int64))
+            spans.append((sequence.num_computed, entry.num_rows + len(tokens)))
+            row += spans[-1][1]
+            if entry.samples:
+                logit_rows += range(row - len(tokens) - 1, row)
+        blocks = [entry.sequence.blocks for entry in entries]
+        wanted = np.array(logit_rows, dtype=np.int64)
+        return Batch.pack(np.concatenate(ids), spans, blocks, wanted, self.block_size, self.model.device)

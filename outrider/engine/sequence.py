@@ -1,0 +1,141 @@
+"""One request's life inside the engine: the only mutable per-request state there is.
+
+A sequence knows its committed tokens, how many of them the target's cache holds, and its blocks. Roll back is
+therefore nothing but `num_computed`: rows beyond it are overwritten. It does not know about scheduling or drafting.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.metrics import SpeculationCounters
+from outrider.models.cache import BlockPool, block_hashes
+from outrider.sampling import RowGroup, TokenCounts
+from outrider.types import FinishReason, Request, RequestStats
+
+
+class Sequence:
+    """Committed tokens, cache position and end conditions of one request.
+
+    Invariant between steps: `num_computed < num_tokens`, and the blocks cover at least `num_computed` tokens.
+    """
+
+    def __init__(self, request: Request, max_len: int, vocab_size: int) -> None:
+        self.request = request
+        self.slot = -1  # while running: a small number that no other running sequence has
+        self.num_prompt = self.num_tokens = len(request.prompt_ids)
+        self._tokens = np.empty(self.num_prompt + 64, dtype=np.int64)
+        self._tokens[: self.num_prompt] = request.prompt_ids
+        self.num_computed = 0
+        self.num_cached = 0
+        self.blocks: list[int] = []
+        self._hashes: list[bytes] = []
+        self._num_published = 0
+        self.counts = TokenCounts(vocab_size, request.prompt_ids) if request.params.has_penalties else None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.drafting_error: str | None = None
+        self.counters = SpeculationCounters()
+        self.arrived_at = time.perf_counter()
+        self.first_token_at = self.last_token_at = 0.0
+        params = request.params
+        eos = frozenset() if params.ignore_eos else request.eos_ids
+        self._stop_ids = eos | frozenset(params.stop_token_ids)
+        limit = max_len - self.num_prompt
+        self.max_output = limit if params.max_tokens is None else min(limit, params.max_tokens)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """All committed ids, prompt first; a view, not to be written."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        """Committed tokens that are not the prompt's."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Committed tokens that the target's cache does not hold; 1 while decoding (the anchor)."""
+        return self.num_tokens - self.num_computed
+
+    def row_group(self, drafts: tuple[int, ...]) -> RowGroup:
+        """What sampling must know of this request's next rows."""
+        params = self.request.params
+        return RowGroup(
+            params=params,
+            seed=self.request.seed,
+            choice_index=self.request.choice_index,
+            position=self.num_tokens,
+            drafts=drafts,
+            num_output=self.num_output,
+            counts=self.counts,
+            end_ids=tuple(self._stop_ids) if params.min_tokens else (),
+        )
+
+    def commit(self, token: int) -> None:
+        """Append one token and see whether the sequence ends with it; nothing may be committed after the end."""
+        assert self.finish_reason is None, "a finished sequence takes no more tokens"
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(self.num_tokens, dtype=np.int64)])
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if self.counts is not None:
+            self.counts.append(token)
+        self._check_end(token)
+
+    def _check_end(self, token: int) -> None:
+        params, sink = self.request.params, self.request.sink
+        may_stop = self.num_output > params.min_tokens or not params.min_tokens
+        ends = may_stop and token in self._stop_ids
+        # The text of a stop token is no part of the answer, unless asked for.
+        if sink is not None and (not ends or params.include_stop_str_in_output):
+            text = sink.push(token, check_stop=may_stop)
+            if text is not None and not ends:
+                self.finish_reason, self.stop_reason = "stop", text
+                return
+        if ends:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in params.stop_token_ids else None
+        elif self.num_output >= self.max_output:
+            self.finish_reason = "length"
+
+    def request_stats(self) -> RequestStats:
+        """What this request cost so far."""
+        return RequestStats(
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.num_cached,
+            num_output_tokens=self.num_output,
+            first_token_s=self.first_token_at - self.arrived_at,
+            total_s=self.last_token_at - self.arrived_at,
+            num_rounds=self.counters.num_drafts,
+            num_drafted=self.counters.num_draft_tokens,
+            num_accepted=self.counters.num_accepted_tokens,
+            accepted_histogram=tuple(self.counters.acceptance_histogram),
+            drafting_error=self.drafting_error,
+        )
+
+    def attach_prefix(self, pool: BlockPool) -> None:
+        """Take the blocks that others left for this sequence's prefix; at least one token is left to compute."""
+        count = (self.num_tokens - 1) // pool.block_size
+        self._hashes = block_hashes(self.tokens, pool.block_size, self._hashes, count=max(count, len(self._hashes)))
+        self.blocks = pool.match(self._hashes[:count])
+        self._num_published = len(self.blocks)
+        self.num_computed = self.num_cached = len(self.blocks) * pool.block_size
+
+    def publish_blocks(self, pool: BlockPool) -> None:
+        """Let others find the blocks that are full of committed, computed tokens."""
+        full = self.num_computed // pool.block_size
+        if full > self._num_published:
+            self._hashes = block_hashes(self.tokens, pool.block_size, self._hashes, count=max(full, len(self._hashes)))
+            for index in range(self._num_published, full):
+                pool.publish(self.blocks[index], self._hashes[index])
+            self._num_published = full
+
+    def drop_blocks(self, pool: BlockPool) -> None:
+        """Give everything in the cache back; the committed tokens stay and can be computed again."""
+        pool.release(self.blocks)
+        self.blocks, self.num_computed, self._num_published = [], 0, 0

@@ -1,0 +1,1 @@
+"""Target models: reading checkpoints, the paged cache, layers and one file per family."""

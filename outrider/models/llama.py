@@ -1,0 +1,114 @@
+"""The Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3): a lean forward over packed rows and the paged cache.
+
+Not a torch.nn.Module and not differentiable. Tensor names and the order of operations are those of the published
+checkpoints (Hugging Face's layout); speed comes from fused projections and the kernels behind Linear, RMSNorm and
+attention. Legend: T packed rows, R rows whose logits are wanted, D hidden, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.models.arch import ModelConfig
+from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
+from outrider.models.layers import RMSNorm, rope_tables, silu_mul
+from outrider.models.linear import Linear
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward gives: logits [R, V] float32 and, for each layer asked for, its tap [T, D]."""
+
+    logits: Tensor
+    taps: tuple[Tensor, ...] = ()
+
+
+class LlamaModel:
+    """Weights of one checkpoint, ready to run: `model(batch, cache) -> Forward`. Holds no state of any request."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], *, max_len: int) -> None:
+        self.config = config
+        self.embedding = tensors["model.embed_tokens.weight"]
+        tables = rope_tables(config.head_dim, max_len, config.rope_theta, config.rope_scaling)
+        rope = tuple(table.to(self.embedding.device) for table in tables)
+        self.layers = [_Layer(config, tensors, index, rope) for index in range(config.num_layers)]
+        self.norm = RMSNorm(tensors["model.norm.weight"], config.rms_norm_eps)
+        self.lm_head = Linear(self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    def new_cache(self, num_slots: int) -> list[LayerCache]:
+        """Empty keys and values for that many slots (a multiple of 16), one entry a layer."""
+        config = self.config
+        return [LayerCache(num_slots, config.num_kv_heads, config.head_dim, self.embedding) for _ in self.layers]
+
+    def bytes_per_token(self) -> int:
+        """Cache memory of one token over all layers."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.embedding.element_size()
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, cache: Sequence[LayerCache], taps: Sequence[int] = ()) -> Forward:
+        """Run all rows; `taps` names residual streams by the number of layers that have run (0: the embedding)."""
+        residual = self.embedding[batch.ids]
+        delta: Tensor | None = None
+        starts = batch.starts(self.config.sliding_window)
+        tapped = []
+        for index, layer in enumerate(self.layers):
+            if index in taps:
+                tapped.append(residual.clone() if delta is None else residual + delta)
+            delta = layer(residual, delta, batch, starts, cache[index])
+        if len(self.layers) in taps:
+            tapped.append(residual.clone() if delta is None else residual + delta)
+        rows = batch.logit_rows
+        last = self.norm(residual[rows], None if delta is None else delta[rows])
+        return Forward(self.lm_head(last, wide=True), tuple(tapped))
+
+
+class _Layer:
+    """One decoder layer; adds its input's pending delta to the residual and gives its own."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, ...]
+    ) -> None:
+        prefix = f"model.layers.{index}."
+        self.input_norm = RMSNorm(tensors[prefix + "input_layernorm.weight"], config.rms_norm_eps)
+        self.post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
+        self.qkv = _fused(tensors, prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"))
+        self.output = _fused(tensors, prefix + "self_attn.", ("o_proj",))
+        self.gate_up = _fused(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
+        self.down = _fused(tensors, prefix + "mlp.", ("down_proj",))
+        norms = [tensors[prefix + f"self_attn.{name}.weight"].float() for name in ("q_norm", "k_norm") if config.qk_norm]
+        self.heads = Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            *rope,
+            scale=config.head_dim**-0.5,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
+            norm_eps=config.rms_norm_eps,
+        )
+
+    def __call__(
+        self, residual: Tensor, delta: Tensor | None, batch: Batch, starts: Tensor, cache: LayerCache
+    ) -> Tensor:
+        qkv = self.qkv(self.input_norm(residual, delta))
+        rope_store(qkv, batch, self.heads, cache)
+        attended = self.output(attend(qkv, batch, starts, self.heads, cache))
+        return self.down(silu_mul(self.gate_up(self.post_norm(residual, attended))))
+
+
+def _fused(tensors: Mapping[str, Tensor], prefix: str, names: Sequence[str]) -> Linear:
+    """One product in place of several that read the same input."""
+    weights = [tensors[f"{prefix}{name}.weight"] for name in names]
+    biases = [tensors.get(f"{prefix}{name}.bias") for name in names]
+    given = [bias for bias in biases if bias is not None]
+    return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(given) if given else None)
