@@ -36,7 +36,6 @@ _COLUMN = 64  # scores that the search for the largest k takes together
 _BINS = 64  # bins of the search for the nucleus, for each unit of log-probability
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-_LAST_SHIFT = np.uint64(31)
 
 
 class Purpose(IntEnum):
@@ -312,7 +311,7 @@ def _mix(values: Keys) -> Keys:
     for shift, multiplier in _ROUNDS:
         values ^= values >> shift
         values *= multiplier
-    values ^= values >> _LAST_SHIFT
+    values ^= values >> np.uint64(31)
     return values
 
 

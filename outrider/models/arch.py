@@ -160,11 +160,11 @@ class _Reader:
             raise self.refuse(f"{key} is {value!r}, expected a number above 0")
         return float(value)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(f"{key} is {value!r}, expected a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refuse(f"{key} is {value!r}, expected a whole number of at least {least}")
         return value
 
     def flag(self, key: str) -> bool:
@@ -249,7 +249,7 @@ def _sliding_window(read: _Reader, family: str) -> int | None:
     num_layers = read.count("num_hidden_layers")
     kinds = read.raw.get("layer_types")
     if not isinstance(kinds, list):
-        first = 0 if family == "mistral" else read.count("max_window_layers", 28)
+        first = 0 if family == "mistral" else read.count("max_window_layers", 28, least=0)
         kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
     if set(kinds) == {"full_attention"}:
         return None

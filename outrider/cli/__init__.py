@@ -1,0 +1,1 @@
+"""The command line: main.py and one leaf per verb. Nothing here imports torch before a verb runs."""
