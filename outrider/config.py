@@ -71,8 +71,12 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _describe(
         "(first, last, N) by number of requests in the step", ()
     )
-    rejection_sample_method: RejectionMethod = _describe("coupled is ours and the default; vLLM's is standard", "coupled")
-    draft_sample_method: DraftSampleMethod = _describe("whether drafters sample or take their likeliest token", "greedy")
+    rejection_sample_method: RejectionMethod = _describe(
+        "coupled is ours and the default; vLLM's is standard", "coupled"
+    )
+    draft_sample_method: DraftSampleMethod = _describe(
+        "whether drafters sample or take their likeliest token", "greedy"
+    )
     synthetic_acceptance_rates: tuple[float, ...] = _describe("unconditional, by draft position; synthetic only", ())
     synthetic_acceptance_length: float | None = _describe("the same as a mean acceptance length", None)
     prompt_lookup_max: int = _describe("ngram: longest suffix to look up", 5)
@@ -140,7 +144,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
-        """Read vLLM's JSON (text or mapping; dashes in keys count as underscores). Raises ConfigError naming the key."""
+        """Read vLLM's JSON, text or mapping; dashes in keys count as underscores. Raises ConfigError naming the key."""
         if isinstance(source, SpeculativeConfig):
             return source
         settings = _read_object(source)
@@ -154,7 +158,7 @@ class SpeculativeConfig:
             hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
             raise ConfigError(f"speculative config: unknown key {key!r}; {hint}", param=key)
         if settings.get("method") is None:
-            raise ConfigError("speculative config: method is missing, e.g. {\"method\": \"ngram\"}", param="method")
+            raise ConfigError('speculative config: method is missing, e.g. {"method": "ngram"}', param="method")
         if settings.get("num_speculative_tokens") is None:
             raise ConfigError("speculative config: num_speculative_tokens is missing", param="num_speculative_tokens")
         # vLLM: both missing means 5 and 5; one given sets the other to it.
@@ -250,7 +254,9 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 def _check_rates(rates: tuple[float, ...], num_tokens: int) -> None:
     name = "synthetic_acceptance_rates"
     if len(rates) != num_tokens:
-        raise ConfigError(f"{name} has {len(rates)} entries, expected num_speculative_tokens = {num_tokens}", param=name)
+        raise ConfigError(
+            f"{name} has {len(rates)} entries, expected num_speculative_tokens = {num_tokens}", param=name
+        )
     if not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates):
         raise ConfigError(f"{name} is {list(rates)}, expected numbers from 0 to 1", param=name)
     if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):

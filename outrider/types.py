@@ -65,11 +65,15 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise RequestError(f"{name} is {value!r}, expected an integer of at least {least}", param=name)
         if self.top_p == 0:
-            raise RequestError("top_p is 0, expected above 0 and at most 1 (use temperature 0 for greedy)", param="top_p")
+            raise RequestError(
+                "top_p is 0, expected above 0 and at most 1 (use temperature 0 for greedy)", param="top_p"
+            )
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty is 0, expected above 0", param="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
+            )
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError("stop has an empty or non-text entry, expected non-empty strings", param="stop")
         if any(not _is_number(bias) for bias in self.logit_bias.values()):
@@ -176,7 +180,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStats:
-    """What a finished request took: tokens, seconds since it was added, its drafting, and why drafting stopped if so."""
+    """What a finished request took: tokens, seconds since it was added, drafting, and why that stopped if it did."""
 
     num_prompt_tokens: int
     num_cached_tokens: int

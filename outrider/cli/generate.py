@@ -48,7 +48,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _encode(llm: LLM, prompt: str, options: GenerateOptions) -> Prompt:
-    if options.raw or not llm.tokenizer.has_chat_template:
+    if options.raw or llm.tokenizer.chat_template is None:
         return prompt
     system = [{"role": "system", "content": options.system}] if options.system else []
     return llm.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])

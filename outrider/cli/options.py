@@ -31,7 +31,9 @@ def verb(app: typer.Typer, name: str, options: type[Options]) -> Callable[[Calla
     def register(run: Callable[[Options], None]) -> None:
         hints = get_type_hints(options, include_extras=True)
         parameters = [
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name])
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name]
+            )
             for item in fields(options)  # type: ignore[arg-type]
         ]
 
@@ -64,7 +66,9 @@ class ModelOptions:
     """Which model, with which drafter, in which engine."""
 
     model: Annotated[str, typer.Argument(help=MODEL_HELP)]
-    speculative_config: Annotated[str | None, typer.Option(help="vLLM's JSON: method, model, num_speculative_tokens, …")] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(help="vLLM's JSON: method, model, num_speculative_tokens, …")
+    ] = None
     spec_method: Annotated[str | None, typer.Option(help="Shorthand for method in the speculative config.")] = None
     spec_model: Annotated[str | None, typer.Option(help="Shorthand for model in the speculative config.")] = None
     spec_tokens: Annotated[int | None, typer.Option(help="Shorthand for num_speculative_tokens.")] = None
@@ -123,12 +127,18 @@ class SamplingOptions:
     frequency_penalty: Annotated[float, typer.Option(help="The same, by how often.")] = 0.0
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens of prompt and output.")] = 1.0
     logit_bias: Annotated[str, typer.Option(help='JSON of id to bias: {"42": -100}.')] = "{}"
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, drafts or not.")] = None
-    stop: Annotated[list[str], typer.Option(help="End before this text; may be repeated.")] = field(default_factory=list)
-    stop_token_ids: Annotated[list[int], typer.Option(help="End at this id; may be repeated.")] = field(default_factory=list)
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text, drafts or not.")] = None
+    stop: Annotated[list[str], typer.Option(help="End before this text; may be repeated.")] = field(
+        default_factory=list
+    )
+    stop_token_ids: Annotated[list[int], typer.Option(help="End at this id; may be repeated.")] = field(
+        default_factory=list
+    )
     min_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False
-    logprobs: Annotated[int | None, typer.Option(help="Report log-probabilities of this many tokens (in --json).")] = None
+    logprobs: Annotated[int | None, typer.Option(help="Report log-probabilities of this many tokens (in --json).")] = (
+        None
+    )
     n: Annotated[int, typer.Option(help="Choices for each prompt.")] = 1
 
     def params(self) -> SamplingParams:
@@ -137,5 +147,7 @@ class SamplingOptions:
         try:
             bias = {int(key): value for key, value in json.loads(self.logit_bias).items()}
         except (ValueError, AttributeError) as error:
-            raise RequestError(f"logit_bias is not a JSON object of ids to numbers: {error}", param="logit_bias") from error
+            raise RequestError(
+                f"logit_bias is not a JSON object of ids to numbers: {error}", param="logit_bias"
+            ) from error
         return SamplingParams(**{**values, "logit_bias": bias})

@@ -31,7 +31,7 @@ class DraftModelDrafter:
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:
-            raise DrafterMismatch("draft_model needs a model: add \"model\" to the speculative config", param="model")
+            raise DrafterMismatch('draft_model needs a model: add "model" to the speculative config', param="model")
         dtype, device = target.model.embedding.dtype, target.model.device
         self._model = load_model(config.model, dtype=dtype, device=device, max_len=target.max_len)
         ours, theirs = self._model.config.vocab_size, target.model.config.vocab_size

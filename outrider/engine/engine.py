@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs many requests over one target, with or without a drafter. `stats` says what was done and how long it took."""
+    """Runs many requests over one target, with or without a drafter. `stats` says what was done and how long."""
 
     def __init__(
         self,

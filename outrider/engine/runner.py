@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
 from outrider.engine.scheduler import Entry
@@ -25,7 +25,10 @@ class Runner:
         return self.model(self._pack(entries, drafts), self.cache).logits
 
     def _pack(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Batch:
-        ids, spans, logit_rows, row = [], [], [], 0
+        ids: list[npt.NDArray[np.int64]] = []
+        spans: list[tuple[int, int]] = []
+        logit_rows: list[int] = []
+        row = 0
         for entry, tokens in zip(entries, drafts, strict=True):
             sequence = entry.sequence
             ids.append(sequence.tokens[sequence.num_computed : sequence.num_computed + entry.num_rows])

@@ -63,8 +63,9 @@ class Batch:
             tables[row, : len(owned)] = owned
         slots = tables[sequence, positions // block_size] * block_size + positions % block_size
         arrays = (ids, positions, slots.astype(np.int32), sequence, positions + 1, tables, logit_rows)
-        on_device = [torch.from_numpy(array).to(device) for array in arrays]
-        return cls(*on_device[:6], block_size, on_device[6])
+        names = ("ids", "positions", "slots", "row_sequence", "ends", "tables", "logit_rows")
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in zip(names, arrays, strict=True)}
+        return cls(block_size=block_size, **tensors)
 
     def starts(self, window: int | None) -> Tensor:
         """First token that each row sees, [T] int32, under a sliding window of that many tokens."""

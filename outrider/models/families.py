@@ -15,9 +15,7 @@ from outrider.native import library
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_model(
-    name: str, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
-) -> LlamaModel:
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None) -> LlamaModel:
     """Load a built-in name, folder, GGUF file or hub name. Raises LoadError or ConfigError in one line.
 
     `max_len` is the longest sequence it must take (the rotary tables' length); None takes the model's own.

@@ -34,7 +34,7 @@ class LlamaModel:
         self.config = config
         self.embedding = tensors["model.embed_tokens.weight"]
         tables = rope_tables(config.head_dim, max_len, config.rope_theta, config.rope_scaling)
-        rope = tuple(table.to(self.embedding.device) for table in tables)
+        rope = (tables[0].to(self.embedding.device), tables[1].to(self.embedding.device))
         self.layers = [_Layer(config, tensors, index, rope) for index in range(config.num_layers)]
         self.norm = RMSNorm(tensors["model.norm.weight"], config.rms_norm_eps)
         self.lm_head = Linear(self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"])
@@ -76,7 +76,7 @@ class _Layer:
     """One decoder layer; adds its input's pending delta to the residual and gives its own."""
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, ...]
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, Tensor]
     ) -> None:
         prefix = f"model.layers.{index}."
         self.input_norm = RMSNorm(tensors[prefix + "input_layernorm.weight"], config.rms_norm_eps)
@@ -85,12 +85,13 @@ class _Layer:
         self.output = _fused(tensors, prefix + "self_attn.", ("o_proj",))
         self.gate_up = _fused(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
         self.down = _fused(tensors, prefix + "mlp.", ("down_proj",))
-        norms = [tensors[prefix + f"self_attn.{name}.weight"].float() for name in ("q_norm", "k_norm") if config.qk_norm]
+        norms = [tensors[f"{prefix}self_attn.{name}_norm.weight"].float() for name in "qk" if config.qk_norm]
         self.heads = Heads(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            *rope,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            cosine=rope[0],
+            sine=rope[1],
             scale=config.head_dim**-0.5,
             q_norm=norms[0] if norms else None,
             k_norm=norms[1] if norms else None,

