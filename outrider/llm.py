@@ -7,6 +7,7 @@ only one drafting method needs.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import itertools
 import os
@@ -86,9 +87,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.config = _engine_config(settings)
-        self.speculative = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
-        if self.speculative is not None:
-            registry.check(self.speculative)
+        speculative = _speculative_config(speculative_config)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         self.tokenizer = Tokenizer.load(resolve(model))
@@ -97,14 +96,28 @@ class LLM:
         target = load_model(model, dtype=self.dtype, device=device, max_len=self.config.max_model_len)
         self.max_len, pool = _size_cache(self.config, target)
         self.model_name = model
-        drafter = None
-        if self.speculative is not None:
-            drafter = registry.create(self.speculative, TargetInfo(target, pool, self.max_len))
-        config = replace(self.config, max_model_len=self.max_len)
-        self.engine = Engine(target, config, pool, self.speculative, drafter)
         self._eos_ids = frozenset(target.config.eos_token_ids)
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._ids = itertools.count()
+        self._start_engine(target, pool, speculative)
+
+    def sibling(self, speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None) -> LLM:
+        """Another LLM over the same weights and tokenizer, with its own cache and with that drafter, or with none.
+
+        For comparing runs: all settings but drafting are this one's. Raises ConfigError, LoadError, DrafterMismatch.
+        """
+        other, pool = copy.copy(self), self.engine.pool
+        fresh = BlockPool(pool.num_blocks, pool.block_size)
+        other._start_engine(self.engine.model, fresh, _speculative_config(speculative_config))
+        return other
+
+    def _start_engine(self, target: LlamaModel, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
+        drafter = None
+        if speculative is not None:
+            drafter = registry.create(speculative, TargetInfo(target, pool, self.max_len))
+        config = replace(self.config, max_model_len=self.max_len)
+        self.speculative = speculative
+        self.engine = Engine(target, config, pool, speculative, drafter)
         self._mail: dict[str, deque[StepOutput]] = {}
 
     def generate(
@@ -234,6 +247,15 @@ def _engine_config(settings: Mapping[str, Any]) -> EngineConfig:
             hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
             raise ConfigError(f"LLM: unknown setting {key!r}; {hint}", param=key)
     return EngineConfig(**settings)
+
+
+def _speculative_config(source: str | Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+    """Drafting settings, checked before anything is loaded; None for none."""
+    if source is None:
+        return None
+    config = SpeculativeConfig.parse(source)
+    registry.check(config)
+    return config
 
 
 def _size_cache(config: EngineConfig, target: LlamaModel) -> tuple[int, BlockPool]:

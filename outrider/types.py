@@ -180,7 +180,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStats:
-    """What a finished request took: tokens, seconds since it was added, drafting, and why that stopped if it did."""
+    """What a finished request took: tokens, seconds since it was added (`queued_s` of them in line), and drafting."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -191,6 +191,7 @@ class RequestStats:
     num_drafted: int
     num_accepted: int
     accepted_histogram: tuple[int, ...]
+    queued_s: float = 0.0
     drafting_error: str | None = None
 
 

@@ -117,6 +117,7 @@ class Scheduler:
             return False
         self.waiting.popleft()
         self.running.append(sequence)
+        sequence.start()
         return True
 
     def _cover(self, sequence: Sequence, num_tokens: int) -> bool:

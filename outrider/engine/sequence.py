@@ -40,7 +40,7 @@ class Sequence:
         self.drafting_error: str | None = None
         self.counters = SpeculationCounters()
         self.arrived_at = time.perf_counter()
-        self.first_token_at = self.last_token_at = 0.0
+        self.started_at = self.first_token_at = self.last_token_at = 0.0
         params = request.params
         eos = frozenset() if params.ignore_eos else request.eos_ids
         self._stop_ids = eos | frozenset(params.stop_token_ids)
@@ -115,8 +115,13 @@ class Sequence:
             num_drafted=self.counters.num_draft_tokens,
             num_accepted=self.counters.num_accepted_tokens,
             accepted_histogram=tuple(self.counters.acceptance_histogram),
+            queued_s=self.started_at - self.arrived_at,
             drafting_error=self.drafting_error,
         )
+
+    def start(self) -> None:
+        """Note when the request first left the line."""
+        self.started_at = self.started_at or time.perf_counter()
 
     def attach_prefix(self, pool: BlockPool) -> None:
         """Take the blocks that others left for this sequence's prefix; at least one token is left to compute."""

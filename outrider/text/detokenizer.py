@@ -164,7 +164,7 @@ class _StopWatch:
                 length = borders[length]
             length += stop[length] == character
             if length == len(stop):
-                complete = stop
+                complete = complete or stop
                 length = borders[length]
             self._matched[index] = length
         return complete

@@ -64,6 +64,17 @@ def test_begin_and_end_tokens_frame_a_prompt_only_where_the_file_says_so() -> No
     assert build(pre="llama-bpe", add_bos_token=False).encode("ab").tokens == ["ab"]
 
 
+def test_llama_3_keeps_a_word_whole_that_no_merge_reaches() -> None:
+    words = {"tokens": ["<|end|>", *LETTERS, "ab", "xyz"], "token_type": [3, *[1] * 258]}
+    assert build(pre="llama-bpe", add_bos_token=False, **words).encode("xyz").tokens == ["xyz"]
+    assert build(pre="gpt-2", **words).encode("xyz").tokens == ["x", "y", "z"]
+
+
+def test_qwen_composes_characters_first() -> None:
+    assert build(pre="qwen2").encode("e\u0301").ids == build(pre="qwen2").encode("\u00e9").ids
+    assert build(pre="gpt-2").encode("e\u0301").ids != build(pre="gpt-2").encode("\u00e9").ids
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -110,6 +110,13 @@ def test_stop_strings_are_found_as_if_read_by_character(
     assert "".join(pieces) == detokenizer.text == before + (named if keep and named else "")
 
 
+@pytest.mark.parametrize("stops", [["b", "ab", "aab"], ["aab", "ab", "b"], ["ab", "aab", "b"]])
+def test_of_stop_strings_that_end_together_the_longest_counts(tokenizer: Tokenizer, stops: list[str]) -> None:
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
+    pieces, stop = stream(detokenizer, [tokenizer.encode(character)[0] for character in "xaabx"])
+    assert (stop, "".join(pieces)) == ("aab", "x")
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_stop_string_at_every_position_ends_the_text_there(tokenizer: Tokenizer, keep: bool) -> None:
     text = "The quick brown fox 日本語 🙂 can't"
