@@ -1,0 +1,51 @@
+# Outrider: `make demo` and `make test` do all their own set-up; `make env` alone makes .venv.
+# torch comes first and alone: a plain `pip install torch` brings a CUDA build of several GB. Elsewhere pick a build
+# with PyTorch's install selector and pass its version, e.g. `make env TORCH=2.13.0`.
+TORCH ?= 2.13.0
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
+# find-links warnings of the local pip configuration say nothing about this project
+QUIET := 2>&1 | grep -v -e "^WARNING: Location " -e "^Requirement already satisfied" || true
+
+
+.PHONY: help env model demo test check clean
+
+help:
+	@echo "make demo   environment, SmolLM2-135M, and plain against speculative decoding on real prompts"
+	@echo "make test   environment, model, and every test"
+	@echo "make check  format, lint, types, import contract, tests"
+	@echo "make env    .venv only"
+
+env: .venv/ready
+
+.venv/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "installing torch $(TORCH)"
+	@$(PIP) "torch==$(TORCH)" $(QUIET)
+	@$(BIN)/python -c "import torch"
+	@echo "installing outrider and its tools"
+	@$(PIP) -e ".[dev]" $(QUIET)
+	@$(BIN)/outrider --help > /dev/null
+	@touch $@
+
+model: env
+	@$(BIN)/outrider models pull smollm2
+
+demo: model
+	$(BIN)/outrider bench smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}' \
+	    --dataset copy --num-prompts 8 --max-tokens 128
+
+test: model
+	$(BIN)/python -m pytest
+
+check: model
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
