@@ -5,9 +5,10 @@ TORCH ?= 2.13.0
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
-# find-links warnings of the local pip configuration say nothing about this project
-QUIET := 2>&1 | grep -v -e "^WARNING: Location " -e "^Requirement already satisfied" || true
-
+# Warnings about the local pip configuration say nothing about this project. pipefail keeps pip's own exit code.
+QUIET := 2>&1 | { grep -v -e "^WARNING: Location " -e "^Requirement already satisfied" -e "^Looking in " || true; }
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 .PHONY: help env model demo test check clean
 
@@ -24,7 +25,6 @@ env: .venv/ready
 	@test -x $(BIN)/python || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
 	@echo "installing torch $(TORCH)"
 	@$(PIP) "torch==$(TORCH)" $(QUIET)
-	@$(BIN)/python -c "import torch"
 	@echo "installing outrider and its tools"
 	@$(PIP) -e ".[dev]" $(QUIET)
 	@$(BIN)/outrider --help > /dev/null

@@ -28,6 +28,7 @@ from outrider.models.cache import BlockPool
 from outrider.models.families import load_model, pick_device, pick_dtype
 from outrider.models.llama import LlamaModel
 from outrider.models.store import resolve
+from outrider.native import set_threads
 from outrider.text.detokenizer import Detokenizer
 from outrider.text.tokenizer import Tokenizer
 from outrider.types import Delta, FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprobs
@@ -90,6 +91,7 @@ class LLM:
         speculative = _speculative_config(speculative_config)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
+            set_threads(self.config.num_threads)
         self.tokenizer = Tokenizer.load(resolve(model))
         device = pick_device(self.config.device)
         self.dtype = pick_dtype(self.config.dtype, device)

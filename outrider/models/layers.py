@@ -17,6 +17,17 @@ from outrider.models.linear import kernel, kernels_for
 _LANES = 16
 
 
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """table[rows] for table [n, D] and rows [T] int64. torch's own would wake its thread pool against the kernels'."""
+    lib = kernels_for(table)
+    if lib is None:
+        return table[rows]
+    out = torch.empty(len(rows), table.shape[1], dtype=table.dtype)
+    row_bytes = table.shape[1] * table.element_size()
+    lib.gather_rows(table.data_ptr(), row_bytes, rows.data_ptr(), len(rows), out.data_ptr())
+    return out
+
+
 class RMSNorm:
     """x / rms(x) * weight over the last axis, computed in float32. Source: Zhang and Sennrich, arXiv:1910.07467."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.models.arch import ModelConfig
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
-from outrider.models.layers import RMSNorm, rope_tables, silu_mul
+from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
 from outrider.models.linear import Linear
 
 
@@ -57,7 +57,7 @@ class LlamaModel:
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: Sequence[LayerCache], taps: Sequence[int] = ()) -> Forward:
         """Run all rows; `taps` names residual streams by the number of layers that have run (0: the embedding)."""
-        residual = self.embedding[batch.ids]
+        residual = take_rows(self.embedding, batch.ids)
         delta: Tensor | None = None
         starts = batch.starts(self.config.sliding_window)
         tapped = []
@@ -68,7 +68,7 @@ class LlamaModel:
         if len(self.layers) in taps:
             tapped.append(residual.clone() if delta is None else residual + delta)
         rows = batch.logit_rows
-        last = self.norm(residual[rows], None if delta is None else delta[rows])
+        last = self.norm(take_rows(residual, rows), None if delta is None else take_rows(delta, rows))
         return Forward(self.lm_head(last, wide=True), tuple(tapped))
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from outrider.config import cache_folder
 
-_SOURCES = ("kernels.c", "kernels.inc")
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+_SOURCES = ("kernels.c", "kernels.inc", "parallel.h")
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
 _ARGUMENTS = {
     "pack_linear": (c_void_p, c_int64, c_int64, c_void_p),
     "linear": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
@@ -51,8 +51,17 @@ def library() -> ctypes.CDLL | None:
         for suffix in ("bf16", "f32"):
             function = getattr(loaded, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
-    loaded.argmax_f32.argtypes, loaded.argmax_f32.restype = (c_void_p, c_int64, c_int64, c_void_p), None
+    loaded.set_threads.argtypes, loaded.set_threads.restype = (c_int,), None
+    loaded.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    loaded.gather_rows.argtypes, loaded.gather_rows.restype = (c_void_p, c_int64, c_void_p, c_int64, c_void_p), None
     return loaded
+
+
+def set_threads(count: int) -> None:
+    """Let the kernels use that many threads, the caller's included (at first: every core that the process may use)."""
+    loaded = library()
+    if loaded is not None:
+        loaded.set_threads(count)
 
 
 def _built() -> Path:
@@ -69,7 +78,7 @@ def _built() -> Path:
         # Built aside and renamed, so that two processes starting together never load half a file.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / target.name
-            command = [compiler, *_FLAGS, str(here / _SOURCES[0]), *_openmp(), "-lm", "-o", str(built)]
+            command = [compiler, *_FLAGS, str(here / _SOURCES[0]), "-lm", "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             built.replace(target)
     return target
@@ -83,10 +92,3 @@ def _processor() -> str:
     except OSError:
         flags = platform.processor()
     return platform.machine() + flags
-
-
-def _openmp() -> list[str]:
-    """torch's own OpenMP library where it ships one: two thread pools in one process would fight for the cores."""
-    import torch
-
-    return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]

@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "parallel.h"
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 #include <immintrin.h>
 #define HAVE_BF16_DOT 1
@@ -23,6 +24,7 @@
 
 #define LANES 16
 #define PANEL 32    /* output columns that are packed together: two vectors */
+#define ROWS_PER_ITEM 4 /* rows of the cheap kernels that a thread takes at once */
 #define MAX_ROWS 12 /* rows that share one pass over a panel; their accumulators fill the vector registers */
 
 typedef uint16_t bf16;
@@ -132,21 +134,22 @@ static float *thread_scratch(size_t count) {
 #define FROM_FLOAT
 #include "kernels.inc"
 
-/* The lowest index of each row's largest value. */
-void argmax_f32(const float *x, int64_t rows, int64_t columns, int64_t *out) {
-#pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *line = x + row * columns;
-        int64_t whole = columns / LANES * LANES;
-        vf best = splat(-INFINITY);
-        for (int64_t i = 0; i < whole; i += LANES) {
-            vf v = *(const vf *)(line + i);
-            best = larger(v, best);
-        }
-        float top = max_lanes(best);
-        for (int64_t i = whole; i < columns; i++) top = line[i] > top ? line[i] : top;
-        int64_t at = 0;
-        while (at < columns - 1 && line[at] != top) at++;
-        out[row] = at;
-    }
+struct gather_args {
+    const char *table;
+    const int64_t *rows;
+    int64_t row_bytes, count;
+    char *out;
+};
+
+static void gather_item(const void *args, int64_t item) {
+    const struct gather_args *a = args;
+    int64_t end = (item + 1) * 8 * ROWS_PER_ITEM;
+    for (int64_t i = item * 8 * ROWS_PER_ITEM; i < (end < a->count ? end : a->count); i++)
+        memcpy(a->out + i * a->row_bytes, a->table + a->rows[i] * a->row_bytes, a->row_bytes);
+}
+
+/* out[i] = table[rows[i]], whole rows of any type. */
+void gather_rows(const void *table, int64_t row_bytes, const int64_t *rows, int64_t count, void *out) {
+    struct gather_args args = {table, rows, row_bytes, count, out};
+    parallel_for(gather_item, &args, (count + 8 * ROWS_PER_ITEM - 1) / (8 * ROWS_PER_ITEM));
 }
