@@ -38,7 +38,7 @@ class EngineConfig:
     max_num_seqs: int = _describe("most requests in one step", 32)
     max_num_batched_tokens: int = _describe("most rows in one step, prompt chunks and drafts together", 512)
     block_size: int = _describe("tokens in a block of the paged cache", 16)
-    kv_cache_tokens: int | None = _describe("tokens that the cache holds; none sizes it by memory", None)
+    kv_cache_tokens: int | None = _describe("tokens that the cache holds; none takes a quarter of the free memory, 65536 tokens at most", None)
     enable_prefix_caching: bool = _describe("requests share the blocks of equal prefixes", True)
     num_threads: int | None = _describe("threads for the model; none takes every core", None)
 
@@ -49,6 +49,8 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_tokens", "num_threads"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least=1)
+        if self.block_size % 16:
+            raise ConfigError(f"block_size is {self.block_size}, expected a multiple of 16", param="block_size")
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if not isinstance(self.device, str) or not self.device:
             raise ConfigError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N", param="device")

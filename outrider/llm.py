@@ -7,11 +7,14 @@ only one drafting method needs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import itertools
 import os
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,6 +36,7 @@ from outrider.text.detokenizer import Detokenizer
 from outrider.text.tokenizer import Tokenizer
 from outrider.types import Delta, FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprobs
 
+_MOST_TOKENS = 65536
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -224,7 +228,9 @@ class Generation:
             while self._open:
                 yield from self._delivered()
                 if self._open:
-                    for output in self._engine.step():
+                    with _uninterrupted():
+                        outputs = self._engine.step()
+                    for output in outputs:
                         self._mail[output.request_id].append(output)
         finally:
             for name, choice in self._open.items():
@@ -239,6 +245,22 @@ class Generation:
                 yield choice.take(self._mail[name].popleft())
             if choice.output.finish_reason is not None:
                 del self._open[name], self._mail[name]
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block has ended, so that it never finds the engine in the middle of a step."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if came and callable(before):
+            before(signal.SIGINT, None)
 
 
 def _engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -268,8 +290,8 @@ def _size_cache(config: EngineConfig, target: LlamaModel) -> tuple[int, BlockPoo
     max_len = config.max_model_len or longest
     tokens = config.kv_cache_tokens
     if tokens is None:
-        share = int(0.3 * _free_bytes(target.device)) // target.bytes_per_token()
-        tokens = max(config.block_size, min(share, (max_len + config.block_size) * config.max_num_seqs))
+        share = _free_bytes(target.device) // 4 // target.bytes_per_token()
+        tokens = max(config.block_size, min(share, max(_MOST_TOKENS, max_len)))
     num_blocks = tokens // config.block_size
     if config.max_model_len is not None and num_blocks * config.block_size < config.max_model_len:
         raise ConfigError(

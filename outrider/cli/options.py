@@ -108,8 +108,12 @@ class ModelOptions:
     def load(self, seed: int | None = None) -> LLM:
         """Check every setting, then load the model and its drafter."""
         config, speculative = self.engine_config(), self.speculative()
+        from outrider.cli.progress import ProgressBars
         from outrider.llm import LLM
+        from outrider.models.store import resolve
 
+        with ProgressBars() as bars:
+            resolve(self.model, bars.show)
         settings = {item.name: getattr(config, item.name) for item in fields(EngineConfig)}
         return LLM(self.model, speculative_config=speculative, seed=seed, **settings)
 

@@ -89,7 +89,7 @@ class Sequence:
 
     def _check_end(self, token: int) -> None:
         params, sink = self.request.params, self.request.sink
-        may_stop = self.num_output > params.min_tokens or not params.min_tokens
+        may_stop = self.num_output > params.min_tokens
         ends = may_stop and token in self._stop_ids
         # The text of a stop token is no part of the answer, unless asked for.
         if sink is not None and (not ends or params.include_stop_str_in_output):

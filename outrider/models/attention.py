@@ -77,8 +77,9 @@ class LayerCache:
 
     def __init__(self, num_slots: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
         self.pair = 2 if like.dtype == torch.bfloat16 else 1
-        self.keys = like.new_zeros(num_slots // GROUP, kv_heads, head_dim // self.pair, GROUP, self.pair)
-        self.values = like.new_zeros(num_slots, kv_heads, head_dim)
+        # Never read before it is written, so not cleared either: an untouched page costs nothing.
+        self.keys = like.new_empty(num_slots // GROUP, kv_heads, head_dim // self.pair, GROUP, self.pair)
+        self.values = like.new_empty(num_slots, kv_heads, head_dim)
 
     @property
     def num_bytes(self) -> int:
