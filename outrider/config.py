@@ -38,7 +38,9 @@ class EngineConfig:
     max_num_seqs: int = _describe("most requests in one step", 32)
     max_num_batched_tokens: int = _describe("most rows in one step, prompt chunks and drafts together", 512)
     block_size: int = _describe("tokens in a block of the paged cache", 16)
-    kv_cache_tokens: int | None = _describe("tokens that the cache holds; none takes a quarter of the free memory, 65536 tokens at most", None)
+    kv_cache_tokens: int | None = _describe(
+        "tokens that the cache holds; none takes a quarter of free memory, at most 65536", None
+    )
     enable_prefix_caching: bool = _describe("requests share the blocks of equal prefixes", True)
     num_threads: int | None = _describe("threads for the model; none takes every core", None)
 

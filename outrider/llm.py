@@ -17,7 +17,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from outrider.errors import ConfigError, RequestError
 from outrider.models.cache import BlockPool
 from outrider.models.families import load_model, pick_device, pick_dtype
 from outrider.models.llama import LlamaModel
+from outrider.models.memory import TargetMemory
 from outrider.models.store import resolve
 from outrider.native import set_threads
 from outrider.text.detokenizer import Detokenizer
@@ -118,12 +119,11 @@ class LLM:
         return other
 
     def _start_engine(self, target: LlamaModel, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
-        drafter = None
-        if speculative is not None:
-            drafter = registry.create(speculative, TargetInfo(target, pool, self.max_len))
-        config = replace(self.config, max_model_len=self.max_len)
+        memory = TargetMemory(target, pool.num_blocks * pool.block_size)
+        info = TargetInfo(target, pool, memory, self.max_len)
+        drafter = None if speculative is None else registry.create(speculative, info)
         self.speculative = speculative
-        self.engine = Engine(target, config, pool, speculative, drafter)
+        self.engine = Engine(info, self.config, speculative, drafter)
         self._mail: dict[str, deque[StepOutput]] = {}
 
     def generate(

@@ -18,16 +18,21 @@ import numpy.typing as npt
 from outrider.config import DraftSampleMethod
 from outrider.models.cache import BlockPool
 from outrider.models.llama import LlamaModel
+from outrider.models.memory import TargetMemory
 from outrider.sampling import Purpose, RowGroup
 from outrider.types import Proposal
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The target as a drafter may know it: its model, its block pool, and the longest sequence."""
+    """The target as a drafter may know it: its model, block pool and memory (to read only), and the longest sequence.
+
+    `memory.taps` holds the drafter's declared taps from before the first round on.
+    """
 
     model: LlamaModel
     pool: BlockPool
+    memory: TargetMemory
     max_len: int
 
 

@@ -14,14 +14,12 @@ from collections.abc import Sequence as Items
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.drafting.base import DraftContext, Drafter
+from outrider.drafting.base import DraftContext, Drafter, TargetInfo
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Entry, Scheduler
 from outrider.engine.sequence import Sequence
 from outrider.engine.stats import EngineStats
 from outrider.errors import CapacityError, RequestError, ShapeError
-from outrider.models.cache import BlockPool
-from outrider.models.llama import LlamaModel
 from outrider.sampling import Purpose, concatenate, distributions, logprobs
 from outrider.types import Proposal, Request, StepOutput, TokenLogprobs, Verdict
 from outrider.verify import verify
@@ -34,18 +32,19 @@ class Engine:
 
     def __init__(
         self,
-        model: LlamaModel,
+        target: TargetInfo,
         config: EngineConfig,
-        pool: BlockPool,
         speculative: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         assert (speculative is None) == (drafter is None)
-        self.model, self.config, self.pool = model, config, pool
+        self.target, self.config, self.max_len = target, config, target.max_len
+        self.model, self.pool = target.model, target.pool
         self.speculative, self.drafter = speculative, drafter
-        self.max_len = config.max_model_len or model.config.max_position_embeddings
-        self.runner = Runner(model, pool.num_blocks, pool.block_size)
-        self.scheduler = Scheduler(config, speculative, pool, self._end_drafting)
+        if drafter is not None:
+            target.memory.keep_taps(drafter.taps)
+        self.runner = Runner(target.model, target.memory, target.pool.block_size)
+        self.scheduler = Scheduler(config, speculative, target.pool, self._end_drafting)
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]

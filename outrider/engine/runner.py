@@ -11,18 +11,22 @@ from torch import Tensor
 from outrider.engine.scheduler import Entry
 from outrider.models.attention import Batch
 from outrider.models.llama import LlamaModel
+from outrider.models.memory import TargetMemory
 
 
 class Runner:
-    """Owns the target's cache tensors and runs packed forwards over them."""
+    """Runs packed forwards of the target over its memory."""
 
-    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
-        self.model, self.block_size = model, block_size
-        self.cache = model.new_cache(num_blocks * block_size)
+    def __init__(self, model: LlamaModel, memory: TargetMemory, block_size: int) -> None:
+        self.model, self.memory, self.block_size = model, memory, block_size
 
     def forward(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Tensor:
         """Logits [R, V] float32: for each entry that samples, its last committed row and one row a draft token."""
-        return self.model(self._pack(entries, drafts), self.cache).logits
+        batch = self._pack(entries, drafts)
+        result = self.model(batch, self.memory.cache, tuple(self.memory.taps))
+        if result.taps:
+            self.memory.record(batch.slots.long(), result.taps)
+        return result.logits
 
     def _pack(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Batch:
         ids: list[npt.NDArray[np.int64]] = []

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from outrider.drafting import registry
 from tests.kit.source import Checker, findings
 
 # Forbidden as a part of any identifier, and what to say in its place.
@@ -17,11 +18,11 @@ WORDS = {
     "verifier": "target",
     "proposer": "drafter",
     "tau": "mean_acceptance_length",
+    "assistant": "drafter",
 }
 # Forbidden as whole identifiers.
 NAMES = {
     "num_spec_tokens": "num_speculative_tokens",
-    "spec_tokens": "draft_tokens",
     "accept_len": "mean_acceptance_length",
     "accept_length": "mean_acceptance_length",
     "accept_rate": "acceptance_rate",
@@ -77,6 +78,21 @@ def _is_drafter_class(node: ast.AST) -> bool:
     return name != "Drafter" and name.endswith("Drafter") and name[0].isupper()
 
 
+def compares_with_a_method(tree: ast.Module) -> Iterator[str]:
+    """Comparisons and `match` cases with the name of a registered method, whatever stands on the other side."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                parts: list[ast.AST] = [left, *others]
+            case ast.MatchValue(value=value):
+                parts = [value]
+            case _:
+                continue
+        words = {item.value for part in parts for item in ast.walk(part) if isinstance(item, ast.Constant)}
+        if words & set(registry.names()):
+            yield f"line {node.lineno} compares with a method's name: {ast.unparse(node)}"
+
+
 def names_a_drafter(tree: ast.Module) -> Iterator[str]:
     """Imports of a leaf of drafters/, which only the registry's strings may name."""
     for node in ast.walk(tree):
@@ -93,6 +109,13 @@ def bare_excepts(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield f"line {node.lineno} catches everything"
+
+
+def prints(tree: ast.Module) -> Iterator[str]:
+    """Calls of print: only the command line talks to a terminal."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"line {node.lineno} prints"
 
 
 SNIPPETS: list[tuple[Checker, str, str]] = [
@@ -112,9 +135,13 @@ SNIPPETS: list[tuple[Checker, str, str]] = [
     (asks_for_a_drafter, "config.method in ('mtp', 'eagle3')", "drafter.taps in (1, 2)"),
     (asks_for_a_drafter, "match config.method:\n    case 'mtp': pass", "match config.device:\n    case 'cpu': pass"),
     (asks_for_a_drafter, "COSTS[config.method]", "costs[0]"),
+    (compares_with_a_method, "kind == 'ngram'", "kind = 'ngram'"),
+    (compares_with_a_method, "kind in {'draft_model', 'x'}", "kind in {'gguf', 'safetensors'}"),
+    (compares_with_a_method, "match kind:\n    case 'ngram': pass", "match kind:\n    case 'silu': pass"),
     (names_a_drafter, "def f():\n    from outrider.drafters.ngram import NgramDrafter", "import outrider.drafting"),
     (names_a_drafter, "from outrider.drafters import ngram", "from outrider.drafting import registry"),
     (names_a_drafter, "import outrider.drafters.ngram", "import outrider.engine"),
+    (prints, "def f(): print('done')", "pprint(1)\nlog.print(1)"),
     (bare_excepts, "try: f()\nexcept: pass", "try: f()\nexcept ValueError: pass"),
 ]
 
@@ -133,3 +160,13 @@ def test_package_keeps_to_it(check: Checker) -> None:
 def test_only_the_registry_asks_which_drafter_it_is() -> None:
     assert findings(asks_for_a_drafter, besides=MAY_NAME_METHODS) == []
     assert findings(asks_for_a_drafter, under="drafting"), "the registry asks, so the check must see it"
+
+
+@pytest.mark.parametrize("folder", ["engine", "drafting", "drafters", "models"])
+def test_no_comparison_with_the_name_of_a_method(folder: str) -> None:
+    assert findings(compares_with_a_method, under=folder, besides=MAY_NAME_METHODS) == []
+
+
+def test_only_the_command_line_prints() -> None:
+    assert [finding for finding in findings(prints) if not finding.startswith("outrider/cli/")] == []
+    assert findings(prints, under="cli"), "the command line prints, so the check must see it"

@@ -25,6 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.cache import BlockPool
 from outrider.models.llama import LlamaModel
+from outrider.models.memory import TargetMemory
 from outrider.types import FinishReason, Request, RequestStats, SamplingParams, TextSink, TokenLogprobs
 from tests.kit import books
 
@@ -123,15 +124,15 @@ def make_engine(
     pool = BlockPool((config.kv_cache_tokens or 0) // config.block_size, config.block_size)
     if isinstance(speculative, int) or (speculative is None and drafter is not None):
         speculative = SpeculativeConfig(method="scripted", num_speculative_tokens=speculative or 4)
-    parsed = None if speculative is None else SpeculativeConfig.parse(speculative)
-    if parsed is not None and drafter is None:
-        max_len = config.max_model_len or model.config.max_position_embeddings
-        drafter = registry.create(parsed, TargetInfo(model, pool, max_len))
-    engine = Engine(model, config, pool, parsed, drafter)
-    for layer in engine.runner.cache:
+    memory = TargetMemory(model, pool.num_blocks * pool.block_size)
+    for layer in memory.cache:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-    return engine
+    target = TargetInfo(model, pool, memory, config.max_model_len or model.config.max_position_embeddings)
+    parsed = None if speculative is None else SpeculativeConfig.parse(speculative)
+    if parsed is not None and drafter is None:
+        drafter = registry.create(parsed, target)
+    return Engine(target, config, parsed, drafter)
 
 
 def make_request(

@@ -1,0 +1,32 @@
+"""What is kept of the target for every slot: keys and values of each layer, and the taps that a drafter reads.
+
+Both are paged under the same block tables, so a shared prefix brings its taps along. Rows of rejected drafts leave
+stale states behind their sequence's end; they are overwritten before anybody may read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outrider.models.llama import LlamaModel
+
+
+class TargetMemory:
+    """`cache`: one LayerCache a layer; `taps[layer]` [S, D]: the residual stream after that many layers, by slot."""
+
+    def __init__(self, model: LlamaModel, num_slots: int) -> None:
+        self.cache = model.new_cache(num_slots)
+        self.taps: dict[int, Tensor] = {}
+        self._like, self._num_slots = model.embedding, num_slots
+
+    def keep_taps(self, layers: Sequence[int]) -> None:
+        """From now on keep these taps, in ascending order."""
+        shape = (self._num_slots, self._like.shape[1])
+        self.taps = {layer: self._like.new_empty(shape) for layer in sorted(layers)}
+
+    def record(self, slots: Tensor, taps: Sequence[Tensor]) -> None:
+        """Store a forward's taps ([T, D] each, in ascending order of layers) in its rows' slots [T]."""
+        for kept, tap in zip(self.taps.values(), taps, strict=True):
+            kept[slots] = tap
