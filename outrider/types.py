@@ -187,7 +187,7 @@ class RequestStats:
     num_output_tokens: int
     first_token_s: float
     total_s: float
-    num_rounds: int
+    num_drafts: int
     num_drafted: int
     num_accepted: int
     accepted_histogram: tuple[int, ...]

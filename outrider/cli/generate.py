@@ -92,7 +92,7 @@ def _summary(outputs: list[RequestOutput], seconds: float) -> str:
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     stats = [choice.stats for choice in choices if choice.stats is not None]
     line = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tok/s"
-    rounds = sum(item.num_rounds for item in stats)
+    rounds = sum(item.num_drafts for item in stats)
     if rounds:
         accepted, drafted = (sum(getattr(item, name) for item in stats) for name in ("num_accepted", "num_drafted"))
         line += f"; mean acceptance length {1 + accepted / rounds:.2f}, acceptance rate {accepted / drafted:.0%}"

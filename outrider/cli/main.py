@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from typing import Any
 
 import typer
 
@@ -26,13 +27,19 @@ for leaf in (generate, chat, bench, check, models):
     leaf.register(app)
 
 
+# Newer typers carry a click of their own, older ones use the click package: this is UsageError of whichever it is.
+_UsageError: Any = typer.BadParameter.__base__
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit."""
     try:
-        app(arguments)
+        sys.exit(app(arguments, prog_name="outrider", standalone_mode=False))
     except OutriderError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
+    except _UsageError as error:
+        _refuse(error)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; there is nobody to tell
@@ -41,6 +48,15 @@ def main(arguments: list[str] | None = None) -> None:
         if error.errno != errno.ENOSPC:
             raise
         _fail(f"the disk is full{f' at {error.filename}' if error.filename else ''}: free some space and try again")
+
+
+def _refuse(error: Any) -> None:
+    """The parser's complaint in one line; a bare `outrider` or `outrider models` gets the help instead."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(2)
+    path = error.ctx.command_path if error.ctx is not None else "outrider"
+    _fail(f"{error.format_message().rstrip('.')}; see {path} --help")
 
 
 def _fail(message: str) -> None:

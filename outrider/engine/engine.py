@@ -16,8 +16,8 @@ from torch import Tensor
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafting.base import DraftContext, Drafter, TargetInfo
 from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Entry, Scheduler
-from outrider.engine.sequence import Sequence
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Entry, Sequence
 from outrider.engine.stats import EngineStats
 from outrider.errors import CapacityError, RequestError, ShapeError
 from outrider.sampling import Purpose, concatenate, distributions, logprobs

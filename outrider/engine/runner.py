@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from outrider.engine.scheduler import Entry
+from outrider.engine.sequence import Entry
 from outrider.models.attention import Batch
 from outrider.models.llama import LlamaModel
 from outrider.models.memory import TargetMemory

@@ -9,23 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.budget import draft_budget
-from outrider.engine.sequence import Sequence
+from outrider.engine.sequence import Entry, Sequence
 from outrider.models.cache import BlockPool
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One sequence's part of a step: committed rows to compute, and draft tokens that may be verified after them."""
-
-    sequence: Sequence
-    num_rows: int
-    budget: int
-    samples: bool
-    """Whether the step reaches the newest committed token, so that a next one can be drawn."""
 
 
 class Scheduler:

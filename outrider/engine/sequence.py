@@ -1,4 +1,4 @@
-"""One request's life inside the engine: the only mutable per-request state there is.
+"""One request's life inside the engine: the only mutable per-request state there is, and its part of a step.
 
 A sequence knows its committed tokens, how many of them the target's cache holds, and its blocks. Roll back is
 therefore nothing but `num_computed`: rows beyond it are overwritten. It does not know about scheduling or drafting.
@@ -7,6 +7,7 @@ therefore nothing but `num_computed`: rows beyond it are overwritten. It does no
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +112,7 @@ class Sequence:
             num_output_tokens=self.num_output,
             first_token_s=self.first_token_at - self.arrived_at,
             total_s=self.last_token_at - self.arrived_at,
-            num_rounds=self.counters.num_drafts,
+            num_drafts=self.counters.num_drafts,
             num_drafted=self.counters.num_draft_tokens,
             num_accepted=self.counters.num_accepted_tokens,
             accepted_histogram=tuple(self.counters.acceptance_histogram),
@@ -144,3 +145,14 @@ class Sequence:
         """Give everything in the cache back; the committed tokens stay and can be computed again."""
         pool.release(self.blocks)
         self.blocks, self.num_computed, self._num_published = [], 0, 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sequence's part of a step: committed rows to compute, and draft tokens that may be verified after them."""
+
+    sequence: Sequence
+    num_rows: int
+    budget: int
+    samples: bool
+    """Whether the step reaches the newest committed token, so that a next one can be drawn."""

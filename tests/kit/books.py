@@ -57,7 +57,7 @@ def check_result(request: Request, result: Result, max_len: int) -> None:
     assert len(request.prompt_ids) + len(result.tokens) <= max_len
     if request.params.max_tokens is not None:
         assert len(result.tokens) <= request.params.max_tokens
-    assert sum(stats.accepted_histogram) == stats.num_rounds
+    assert sum(stats.accepted_histogram) == stats.num_drafts
     assert sum(a * count for a, count in enumerate(stats.accepted_histogram)) == stats.num_accepted
     assert stats.num_accepted <= stats.num_drafted
     assert 0 <= stats.first_token_s <= stats.total_s
@@ -70,7 +70,7 @@ def check_result(request: Request, result: Result, max_len: int) -> None:
 def check_sums(before: SpeculationCounters, after: SpeculationCounters, stats: Sequence[RequestStats]) -> None:
     """What the engine counted is the sum of what its requests say, none of which was aborted."""
     assert after.num_committed - before.num_committed == sum(item.num_output_tokens for item in stats)
-    assert after.num_drafts - before.num_drafts == sum(item.num_rounds for item in stats)
+    assert after.num_drafts - before.num_drafts == sum(item.num_drafts for item in stats)
     assert after.num_draft_tokens - before.num_draft_tokens == sum(item.num_drafted for item in stats)
     assert after.num_accepted_tokens - before.num_accepted_tokens == sum(item.num_accepted for item in stats)
     longest = max(len(after.acceptance_histogram), *(len(item.accepted_histogram) for item in stats), 0)
