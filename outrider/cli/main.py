@@ -41,9 +41,6 @@ def main(arguments: list[str] | None = None) -> None:
         _refuse(error)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone; there is nobody to tell
-        sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -15,14 +15,15 @@ class ProgressBars:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
         self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr))
         self._tasks: dict[str, TaskID] = {}
-        self._progress.start()
         return self
 
     def show(self, what: str, done: int, total: int) -> None:
         """Draw one step's progress."""
         if what not in self._tasks:
+            self._progress.start()  # only now: starting and stopping alone would print an empty line
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._tasks:
+            self._progress.stop()

@@ -88,13 +88,15 @@ class DraftModelDrafter:
             ids.append(text)
             spans.append((known, len(text)))
             last.append(len(text))
-            if not chain:
-                self._mark_read(context.blocks[index], len(history))
         blocks = [context.blocks[index] for index in active]
         logit_rows = np.cumsum(np.array(last, dtype=np.int64)) - 1
         size = self._pool.block_size
         batch = Batch.pack(np.concatenate(ids), spans, blocks, logit_rows, size, self._model.device)
-        return self._model(batch, self._cache).logits
+        logits = self._model(batch, self._cache).logits
+        for index in active:
+            if not chains[index]:
+                self._mark_read(context.blocks[index], len(context.histories[index]))
+        return logits
 
     def _num_read(self, blocks: Sequence[int], most: int) -> int:
         table = np.asarray(blocks)

@@ -73,7 +73,12 @@ class Engine:
         return StepOutput(request_id, (), "abort")
 
     def step(self) -> list[StepOutput]:
-        """Run one step over every request that is ready; what each of them committed, in no promised order."""
+        """Run one step over every request that is ready; what each of them committed, in no promised order.
+
+        Nothing to do gives nothing. Raises CapacityError when no request fits into the cache.
+        """
+        if not self._sequences:
+            return []
         began = time.perf_counter()
         entries = self.scheduler.plan()
         if not entries:
@@ -125,8 +130,7 @@ class Engine:
             return proposal
         except Exception as error:
             if len(sequences) == 1:
-                sequences[0].drafting_error = f"{type(error).__name__}: {error}"
-                _log.warning("request %s goes on without drafts: %s", sequences[0].request.request_id, error)
+                _stop_drafting(sequences[0], error)
                 return Proposal(((),))
         alone = [self._guarded_propose(context.only(i), sequences[i : i + 1]) for i in range(len(sequences))]
         rows = [part.draft_probs for part in alone if part.draft_probs is not None]
@@ -139,6 +143,9 @@ class Engine:
         for chain, budget in zip(proposal.tokens, context.budgets, strict=True):
             if len(chain) > budget or not all(0 <= token < vocab_size for token in chain):
                 raise ShapeError(f"proposal.tokens has {chain}, expected at most {budget} ids below {vocab_size}")
+        rows, num_drafts = proposal.draft_probs, sum(map(len, proposal.tokens))
+        if rows is not None and rows.num_rows != num_drafts:
+            raise ShapeError(f"proposal.draft_probs has {rows.num_rows} rows, expected {num_drafts}, one a draft token")
 
     def _verify(
         self, entries: Items[Entry], proposal: Proposal, logits: Tensor
@@ -212,12 +219,18 @@ class Engine:
             if entry.sequence.slot < 0:
                 entry.sequence.slot = self._free_slots.pop()
                 if self.drafter is not None:
-                    self.drafter.begin(entry.sequence.slot)
+                    try:
+                        self.drafter.begin(entry.sequence.slot)
+                    except Exception as error:
+                        _stop_drafting(entry.sequence, error)
 
     def _end_drafting(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
             if self.drafter is not None:
-                self.drafter.end(sequence.slot)
+                try:
+                    self.drafter.end(sequence.slot)
+                except Exception as error:
+                    _stop_drafting(sequence, error)
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
@@ -241,6 +254,11 @@ class _Logprobs:
         return tuple(logprobs(self._logits[first : first + len(tokens)], tokens, num_top))
 
 
+def _stop_drafting(sequence: Sequence, error: Exception) -> None:
+    sequence.drafting_error = f"{type(error).__name__}: {error}"
+    _log.warning("request %s goes on without drafts: %s", sequence.request.request_id, error)
+
+
 def check_request(request: Request, max_len: int, vocab_size: int) -> None:
     """Raise RequestError naming the field if the engine can never run this request."""
     prompt = request.prompt_ids
@@ -254,5 +272,6 @@ def check_request(request: Request, max_len: int, vocab_size: int) -> None:
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise RequestError(f"the prompt has an id outside the vocabulary of {vocab_size}", param="prompt")
-    if not all(0 <= int(token) < vocab_size for token in request.params.logit_bias):
-        raise RequestError(f"logit_bias has an id outside the vocabulary of {vocab_size}", param="logit_bias")
+    for field in ("logit_bias", "stop_token_ids"):
+        if not all(0 <= int(token) < vocab_size for token in getattr(request.params, field)):
+            raise RequestError(f"{field} has an id outside the vocabulary of {vocab_size}", param=field)

@@ -43,7 +43,8 @@ class Sequence:
         self.arrived_at = time.perf_counter()
         self.started_at = self.first_token_at = self.last_token_at = 0.0
         params = request.params
-        eos = frozenset() if params.ignore_eos else request.eos_ids
+        # A checkpoint may name ends that its vocabulary does not have.
+        eos = frozenset(() if params.ignore_eos else (token for token in request.eos_ids if token < vocab_size))
         self._stop_ids = eos | frozenset(params.stop_token_ids)
         limit = max_len - self.num_prompt
         self.max_output = limit if params.max_tokens is None else min(limit, params.max_tokens)
@@ -121,8 +122,9 @@ class Sequence:
         )
 
     def start(self) -> None:
-        """Note when the request first left the line."""
-        self.started_at = self.started_at or time.perf_counter()
+        """Note when the request first left the line, and how much of its prompt was there already."""
+        if not self.started_at:
+            self.started_at, self.num_cached = time.perf_counter(), self.num_computed
 
     def attach_prefix(self, pool: BlockPool) -> None:
         """Take the blocks that others left for this sequence's prefix; at least one token is left to compute."""
@@ -130,7 +132,7 @@ class Sequence:
         self._hashes = block_hashes(self.tokens, pool.block_size, self._hashes, count=max(count, len(self._hashes)))
         self.blocks = pool.match(self._hashes[:count])
         self._num_published = len(self.blocks)
-        self.num_computed = self.num_cached = len(self.blocks) * pool.block_size
+        self.num_computed = len(self.blocks) * pool.block_size
 
     def publish_blocks(self, pool: BlockPool) -> None:
         """Let others find the blocks that are full of committed, computed tokens."""

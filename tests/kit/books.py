@@ -15,6 +15,9 @@ from outrider.types import Request, RequestStats
 if TYPE_CHECKING:
     from tests.kit.tiny import Result
 
+ON_PURPOSE = "the script says so"
+"""What a drafter that is meant to fail says."""
+
 
 def check_between_steps(engine: Engine) -> None:
     """Cache lengths, blocks and slots of every unfinished request."""
@@ -51,6 +54,8 @@ def check_result(request: Request, result: Result, max_len: int) -> None:
     stats = result.stats
     assert stats is not None
     assert result.finish in ("stop", "length")
+    # A drafter's failure does not fail a request, so the assertions inside scripted drafters would go unseen.
+    assert stats.drafting_error is None or ON_PURPOSE in stats.drafting_error, stats.drafting_error
     assert stats.num_output_tokens == len(result.tokens)
     assert stats.num_prompt_tokens == len(request.prompt_ids)
     assert 0 <= stats.num_cached_tokens < stats.num_prompt_tokens

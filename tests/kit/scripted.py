@@ -17,7 +17,7 @@ from outrider.drafting.base import DraftContext
 from outrider.models.llama import LlamaModel
 from outrider.sampling import concatenate, draft_group, draw
 from outrider.types import Distributions, Proposal, Request
-from tests.kit import tiny
+from tests.kit import books, tiny
 
 Key = tuple[int, int, tuple[int, ...]]
 
@@ -209,7 +209,7 @@ class Crasher(Oracle):
     def propose(self, context: DraftContext) -> Proposal:
         hit = self.seeds is None or any(group.seed in self.seeds for group in context.groups)
         if hit and self.num_rounds >= self.at:
-            raise RuntimeError("the script says so")
+            raise RuntimeError(books.ON_PURPOSE)
         return super().propose(context)
 
 

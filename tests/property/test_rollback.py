@@ -208,7 +208,7 @@ def test_a_step_without_drafts_asks_the_drafter_nothing(model: LlamaModel) -> No
     }
     engine = tiny.make_engine(model, silent, speculative)
     tiny.run(engine, requests)
-    assert silent.num_drafts == 0
+    assert silent.num_rounds == 0
     assert engine.stats.speculation.num_drafts == 0
 
 
