@@ -83,6 +83,7 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_rates: tuple[float, ...] = _describe("unconditional, by draft position; synthetic only", ())
     synthetic_acceptance_length: float | None = _describe("the same as a mean acceptance length", None)
+    dspark_draft_topk: int | None = _describe("dspark: drafts come from the k likeliest before the correction", None)
     prompt_lookup_max: int = _describe("ngram: longest suffix to look up", 5)
     prompt_lookup_min: int = _describe("ngram: shortest suffix to look up", 5)
 
@@ -97,6 +98,8 @@ class SpeculativeConfig:
         _check_choice("rejection_sample_method", self.rejection_sample_method, get_args(RejectionMethod))
         _check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
         _check_schedule(self.num_speculative_tokens_per_batch_size)
+        if self.dspark_draft_topk is not None:
+            _check_int("dspark_draft_topk", self.dspark_draft_topk, least=1)
         _check_int("prompt_lookup_max", self.prompt_lookup_max, least=1)
         _check_int("prompt_lookup_min", self.prompt_lookup_min, least=1)
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -137,6 +140,11 @@ class SpeculativeConfig:
             return self.synthetic_acceptance_rates
         extra = self.synthetic_acceptance_length - 1
         return tuple(min(1.0, max(0.0, extra - i)) for i in range(self.num_speculative_tokens))
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as plain data that `parse` reads again."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {key: value for key, value in values.items() if value not in (None, ())}
 
     def num_tokens_for(self, num_requests: int) -> int:
         """N for a step with that many requests; gaps and the tail of the schedule keep the previous entry's N."""
@@ -193,7 +201,6 @@ VLLM_ONLY_KEYS: Mapping[str, str] = {
     "use_heterogeneous_vocab": "a draft model needs the target's vocabulary",
     "index_share_for_mtp_iteration": "there is no sparse attention here",
     "enable_adaptive_verification": "the proposal length is fixed or set by num_speculative_tokens_per_batch_size",
-    "dspark_draft_topk": "there is no dspark drafter here",
     "suffix_decoding_max_tree_depth": "there is no suffix drafter here",
     "suffix_decoding_max_cached_requests": "there is no suffix drafter here",
     "suffix_decoding_max_spec_factor": "there is no suffix drafter here",
@@ -257,6 +264,8 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 def _check_rates(rates: tuple[float, ...], num_tokens: int) -> None:
     name = "synthetic_acceptance_rates"
+    if not isinstance(rates, tuple):
+        raise ConfigError(f"{name} is {rates!r}, expected a list of numbers", param=name)
     if len(rates) != num_tokens:
         raise ConfigError(
             f"{name} has {len(rates)} entries, expected num_speculative_tokens = {num_tokens}", param=name
@@ -269,6 +278,8 @@ def _check_rates(rates: tuple[float, ...], num_tokens: int) -> None:
 
 def _check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:
     name, last_end = "num_speculative_tokens_per_batch_size", 0
+    if not isinstance(schedule, tuple):
+        raise ConfigError(f"{name} is {schedule!r}, expected a list of [first, last, N]", param=name)
     for entry in schedule:
         whole = isinstance(entry, tuple) and len(entry) == 3 and all(type(number) is int for number in entry)
         if not whole:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass
@@ -101,14 +102,26 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float], *, num_resamples: int = 2000, level: float = 0.95
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    factor: tuple[Sequence[float], Sequence[float]] | None = None,
+    num_resamples: int = 2000,
+    level: float = 0.95,
 ) -> tuple[float, float, float]:
     """sum(numerators) / sum(denominators) over paired items, and its percentile bootstrap interval (low, high).
 
-    Items are resampled in pairs, with a fixed seed. Source: Efron and Tibshirani 1993, chapter 13.
+    `factor` multiplies the ratio by another one of sums over the same items. Items are resampled as wholes, with a
+    fixed seed. Source: Efron and Tibshirani 1993, chapter 13.
     """
-    above, below = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    picks = np.random.default_rng(0).integers(len(above), size=(num_resamples, len(above)))
-    ratios = above[picks].sum(axis=1) / below[picks].sum(axis=1)
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
-    return float(above.sum() / below.sum()), float(low), float(high)
+    columns = [numerators, denominators, *(factor or ())]
+    values = np.array(columns, dtype=np.float64)
+    picks = np.random.default_rng(0).integers(values.shape[1], size=(num_resamples, values.shape[1]))
+    whole, resampled = values.sum(axis=1), values[:, picks].sum(axis=2)
+    low, high = np.quantile(_product_of_ratios(resampled), [(1 - level) / 2, (1 + level) / 2])
+    return float(_product_of_ratios(whole)), float(low), float(high)
+
+
+def _product_of_ratios(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rows 0, 2, … over rows 1, 3, …, multiplied."""
+    return np.asarray((sums[0::2] / sums[1::2]).prod(axis=0))

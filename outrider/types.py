@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from outrider.errors import RequestError
 
@@ -52,8 +52,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name, low, high in _FLOAT_RANGES:
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
@@ -68,16 +69,14 @@ class SamplingParams:
             raise RequestError(
                 "top_p is 0, expected above 0 and at most 1 (use temperature 0 for greedy)", param="top_p"
             )
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty is 0, expected above 0", param="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
             )
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError("stop has an empty or non-text entry, expected non-empty strings", param="stop")
-        if any(not _is_number(bias) for bias in self.logit_bias.values()):
-            raise RequestError("logit_bias has a value that is not a finite number", param="logit_bias")
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in self.stop_token_ids):
+            raise RequestError("stop_token_ids has an entry that is no token id", param="stop_token_ids")
 
     @property
     def has_penalties(self) -> bool:
@@ -91,13 +90,41 @@ _FLOAT_RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.001, 100.0),  # less would push logits out of float32's range
 )
+_MOST_BIAS = 1e6  # beyond this, float32 logits would lose all else
 _INT_LEAST = (("n", 1), ("top_k", -1), ("seed", -(2**63)), ("max_tokens", 1), ("min_tokens", 0), ("logprobs", 0))
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    """A sequence as a tuple; None counts as empty, as in vLLM."""
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RequestError(f"{name} is {value!r}, expected a list", param=name)
+    return tuple(value)
+
+
+def _biases(value: object) -> dict[int, float]:
+    """Biases by token id; JSON spells ids as text, and None counts as empty."""
+    given = {} if value is None else value
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias is {value!r}, expected an object of token ids and numbers", param="logit_bias")
+    biases = {}
+    for token, bias in given.items():
+        if isinstance(token, bool) or not (isinstance(token, int) or (isinstance(token, str) and token.isdecimal())):
+            raise RequestError(f"logit_bias has {token!r}, expected token ids", param="logit_bias")
+        if not _is_number(bias) or abs(bias) > _MOST_BIAS:
+            raise RequestError(
+                f"logit_bias of {token} is {bias!r}, expected a number from -{_MOST_BIAS:g} to {_MOST_BIAS:g}",
+                param="logit_bias",
+            )
+        biases[int(token)] = float(bias)
+    return biases
 
 
 class TextSink(Protocol):
@@ -153,11 +180,13 @@ class Proposal:
 
     `tokens[b]` holds the drafts of request b: zero up to its budget of them, as target ids. `draft_probs` has one row
     a draft token, request by request, the distribution that it was really drawn from; None says that every draft was
-    chosen without chance (one-hot).
+    chosen without chance (one-hot). `confidence[b]`, from drafters that have an opinion, says for each draft how likely
+    it is to be accepted, given that those before it are.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     draft_probs: Distributions | None = None
+    confidence: tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass(frozen=True)

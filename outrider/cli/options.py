@@ -79,10 +79,10 @@ class ModelOptions:
         default_factory=list
     )
 
-    def engine_config(self) -> EngineConfig:
-        """The engine's settings, checked. Raises ConfigError."""
+    def engine_config(self, *defaults: str) -> EngineConfig:
+        """The engine's settings, checked; a verb's own `defaults` give way to --set. Raises ConfigError."""
         config = EngineConfig(dtype=self.dtype, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs)  # type: ignore[arg-type]
-        return apply_overrides(config, self.set)
+        return apply_overrides(config, [*defaults, *self.set])
 
     def speculative(self) -> SpeculativeConfig | None:
         """The drafting settings from the JSON and the shorthands, checked; None without any. Raises ConfigError."""
@@ -107,15 +107,22 @@ class ModelOptions:
 
     def load(self, seed: int | None = None) -> LLM:
         """Check every setting, then load the model and its drafter."""
-        config, speculative = self.engine_config(), self.speculative()
-        from outrider.cli.progress import ProgressBars
-        from outrider.llm import LLM
-        from outrider.models.store import resolve
+        return _load(self.model, self.engine_config(), self.speculative(), seed)
 
-        with ProgressBars() as bars:
-            resolve(self.model, bars.show)
-        settings = {item.name: getattr(config, item.name) for item in fields(EngineConfig)}
-        return LLM(self.model, speculative_config=speculative, seed=seed, **settings)
+    def load_plain(self, *defaults: str) -> LLM:
+        """The same without the drafter, for verbs that compare; `defaults` as in engine_config."""
+        return _load(self.model, self.engine_config(*defaults), None, None)
+
+
+def _load(model: str, config: EngineConfig, speculative: SpeculativeConfig | None, seed: int | None) -> LLM:
+    from outrider.cli.progress import ProgressBars
+    from outrider.llm import LLM
+    from outrider.models.store import resolve
+
+    with ProgressBars() as bars:
+        resolve(model, bars.show)
+    settings = {item.name: getattr(config, item.name) for item in fields(EngineConfig)}
+    return LLM(model, speculative_config=speculative, seed=seed, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

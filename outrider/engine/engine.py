@@ -255,7 +255,7 @@ class _Logprobs:
 
 
 def _stop_drafting(sequence: Sequence, error: Exception) -> None:
-    sequence.drafting_error = f"{type(error).__name__}: {error}"
+    sequence.drafting_error = sequence.drafting_error or f"{type(error).__name__}: {error}"
     _log.warning("request %s goes on without drafts: %s", sequence.request.request_id, error)
 
 

@@ -27,7 +27,7 @@ class Truth:
 
     def __init__(self, model: LlamaModel, requests: Sequence[Request], *, num_extra: int = 40) -> None:
         self._texts: dict[Key, list[int]] = {}
-        engine = tiny.make_engine(model, max_num_seqs=16, kv_cache_tokens=16384)
+        engine = tiny.make_engine(model, max_num_seqs=16, kv_cache_tokens=8192)
         wanted = []
         for request in requests:
             room = engine.max_len - len(request.prompt_ids)

@@ -1,0 +1,1 @@
+"""Speed, measured fairly: plain and speculative decoding of the same prompts in one process, in turns."""
