@@ -81,4 +81,6 @@ def check_sums(before: SpeculationCounters, after: SpeculationCounters, stats: S
     longest = max(len(after.acceptance_histogram), *(len(item.accepted_histogram) for item in stats), 0)
     histograms = [after.acceptance_histogram, before.acceptance_histogram, *(item.accepted_histogram for item in stats)]
     whole, old, *parts = ([*histogram, *[0] * (longest - len(histogram))] for histogram in histograms)
-    assert [new - past for new, past in zip(whole, old, strict=True)] == [sum(column) for column in zip(*parts)]
+    assert [new - past for new, past in zip(whole, old, strict=True)] == [
+        sum(column) for column in zip(*parts, strict=True)
+    ]

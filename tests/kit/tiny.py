@@ -64,12 +64,17 @@ def tiny_tensors(seed: int, config: ModelConfig, *, cyclic: bool = False) -> dic
             std = 1.0 if "embed" in name else 0.6 if "lm_head" in name else shape[1] ** -0.5
             tensors[name] = std * torch.randn(shape, generator=generator)
     if cyclic:
-        ids = torch.arange(config.vocab_size)
-        follower = ids - ids % PERIOD + (ids % PERIOD + 1) % PERIOD
-        follower[config.vocab_size // PERIOD * PERIOD :] = 0
         tensors["model.embed_tokens.weight"] *= 3
-        tensors["lm_head.weight"][follower] += 0.12 * tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"][followers(config.vocab_size)] += 0.12 * tensors["model.embed_tokens.weight"]
     return tensors
+
+
+def followers(vocab: int) -> Tensor:
+    """For each token the one that follows it in a cyclic target, [V] int64."""
+    ids = torch.arange(vocab)
+    after = ids - ids % PERIOD + (ids % PERIOD + 1) % PERIOD
+    after[vocab // PERIOD * PERIOD :] = 0
+    return after
 
 
 def tiny_model(

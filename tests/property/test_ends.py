@@ -54,9 +54,7 @@ def drafted(model: LlamaModel, truth: Truth, request: Request, **settings: Any) 
 
 
 @pytest.mark.parametrize("kind", ["stop_token_ids", "eos"])
-def test_a_stop_token_ends_at_every_place_of_a_run(
-    kind: str, model: LlamaModel, truth: Truth, text: list[int]
-) -> None:
+def test_a_stop_token_ends_at_every_place_of_a_run(kind: str, model: LlamaModel, truth: Truth, text: list[int]) -> None:
     places = first_places(text, 24)
     assert {(place - 1) % (N + 1) for place in places} == set(range(N + 1)), "every place of a run is among them"
     for place in places:
@@ -90,9 +88,7 @@ def test_a_stopper_does_not_end_a_text_that_goes_on(model: LlamaModel, text: lis
 
 
 @pytest.mark.parametrize("limit", range(1, 20))
-def test_max_tokens_ends_at_every_place_of_a_run(
-    limit: int, model: LlamaModel, truth: Truth, text: list[int]
-) -> None:
+def test_max_tokens_ends_at_every_place_of_a_run(limit: int, model: LlamaModel, truth: Truth, text: list[int]) -> None:
     result = drafted(model, truth, tiny.make_request("a", PROMPT, max_tokens=limit))
     assert (result.tokens, result.finish, result.stop_reason) == (text[:limit], "length", None)
     assert result.stats is not None
@@ -189,9 +185,7 @@ def test_a_stop_string_does_not_count_before_min_tokens(model: LlamaModel, truth
         assert result.tokens == text[:where]
 
 
-def test_stop_tokens_are_no_part_of_the_text_unless_asked_for(
-    model: LlamaModel, truth: Truth, text: list[int]
-) -> None:
+def test_stop_tokens_are_no_part_of_the_text_unless_asked_for(model: LlamaModel, truth: Truth, text: list[int]) -> None:
     place = first_places(text, 20)[-1]
     for include in (False, True):
         sink = Letters(())
@@ -308,9 +302,7 @@ def test_a_request_beyond_the_whole_cache_is_an_error_and_leaves_the_engine_usab
 
 
 @pytest.mark.parametrize("limit", [1, 10, 11, 20, 33])
-def test_drafting_stops_at_the_drafters_own_limit(
-    limit: int, model: LlamaModel, truth: Truth, text: list[int]
-) -> None:
+def test_drafting_stops_at_the_drafters_own_limit(limit: int, model: LlamaModel, truth: Truth, text: list[int]) -> None:
     """`max_model_len` of the speculative configuration: beyond it the text goes on without drafts."""
     speculative = {"method": "scripted", "num_speculative_tokens": N, "max_model_len": limit}
     engine = tiny.make_engine(model, Oracle(truth), speculative)

@@ -164,9 +164,7 @@ def test_the_settings_above_do_what_they_say(model: LlamaModel, sampled_plain: d
     assert 26 not in texts["bias"]
 
 
-def test_one_batch_of_all_settings_equals_each_alone(
-    model: LlamaModel, sampled_plain: dict[str, tiny.Result]
-) -> None:
+def test_one_batch_of_all_settings_equals_each_alone(model: LlamaModel, sampled_plain: dict[str, tiny.Result]) -> None:
     alone = {r.request_id: tiny.tokens_of(tiny.make_engine(model), [r])[r.request_id] for r in SAMPLED}
     drafted = tiny.tokens_of(tiny.make_engine(model, scripted.Sampler(), 4, max_num_seqs=32), SAMPLED)
     assert alone == drafted == {name: result.tokens for name, result in sampled_plain.items()}
@@ -192,9 +190,7 @@ def test_ngram_text_is_the_targets_own_and_drafts_are_accepted() -> None:
     ids=["kernels-fp32", "kernels-bf16", "reference-fp32"],
 )
 @pytest.mark.parametrize("vocab", [64, 61])
-def test_identity_on_every_path(
-    kernels: bool, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_on_every_path(kernels: bool, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels bit for bit. The reference rounds by the number of rows, too coarsely so in bfloat16."""
     if kernels and library() is None:
         pytest.skip("no C kernels on this machine")

@@ -121,9 +121,7 @@ def test_long_answers_that_are_preempted_say_true_numbers(model: LlamaModel) -> 
 
 
 @pytest.mark.parametrize("speculative", SPECULATIVE)
-def test_arrivals_at_any_step(
-    speculative: bool, model: LlamaModel, truth: Truth, alone: dict[str, list[int]]
-) -> None:
+def test_arrivals_at_any_step(speculative: bool, model: LlamaModel, truth: Truth, alone: dict[str, list[int]]) -> None:
     """Requests come while others run, in an order that is drawn anew each time."""
     random = np.random.default_rng(5)
     for _ in range(6):

@@ -190,9 +190,10 @@ def test_steps_without_drafts_leave_no_gap(model: LlamaModel, folder: Path) -> N
     def watch(running: Engine) -> None:
         seen.append(running.stats.speculation.num_draft_tokens)
 
-    assert tiny.run(engine, requests, each_step=watch)["0"].tokens == tiny.tokens_of(
-        tiny.make_engine(model), requests[:1]
-    )["0"]
+    assert (
+        tiny.run(engine, requests, each_step=watch)["0"].tokens
+        == tiny.tokens_of(tiny.make_engine(model), requests[:1])["0"]
+    )
     grew = np.diff(seen) > 0
     assert "01" in "".join("1" if step else "0" for step in grew), "drafting must have stopped and come back"
     all_accepted(engine)
@@ -213,12 +214,11 @@ def test_a_step_without_drafts_asks_the_drafter_nothing(model: LlamaModel) -> No
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_a_sampling_drafter_that_is_the_target_is_always_accepted(
-    method: str, model: LlamaModel, folder: Path
-) -> None:
+def test_a_sampling_drafter_that_is_the_target_is_always_accepted(method: str, model: LlamaModel, folder: Path) -> None:
     """Where draft and target distributions are equal, the ratio is 1: anything less is a wrong cache or wrong rows."""
     requests = [
-        tiny.make_request(f"{i}", tiny.random_prompt(i, 4 + i), seed=i, temperature=1.0, max_tokens=40) for i in range(4)
+        tiny.make_request(f"{i}", tiny.random_prompt(i, 4 + i), seed=i, temperature=1.0, max_tokens=40)
+        for i in range(4)
     ]
     more = {"rejection_sample_method": method, "draft_sample_method": "probabilistic"}
     engine = self_engine(model, folder, speculative=more)

@@ -69,14 +69,12 @@ def test_text_reads_like_a_model_that_works(llm: LLM, plain: dict[str, list[list
     said = [choice[0][1] for choice in plain["greedy"]]
     assert "red" in said[0].lower()
     assert "def " in said[2]
-    assert "natural satellite" in said[3]
+    assert "Earth" in said[3]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
-def test_drafts_change_nothing(
-    num_tokens: int, drafter: str, llm: LLM, plain: dict[str, list[list[Any]]]
-) -> None:
+def test_drafts_change_nothing(num_tokens: int, drafter: str, llm: LLM, plain: dict[str, list[list[Any]]]) -> None:
     other = llm.sibling(DRAFTERS[drafter] | {"num_speculative_tokens": num_tokens})
     assert choices(other.generate(prompts(llm), GREEDY)) == plain["greedy"]
     counters = other.engine.stats.speculation

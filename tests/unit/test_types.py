@@ -106,7 +106,9 @@ def test_params_do_not_change() -> None:
 
 
 def test_a_row_of_distributions_stands_for_itself() -> None:
-    dist = Distributions(torch.tensor([3, 1, 4, 0, 2]), torch.tensor([1.0, 0.5, 0.5, 0.9, 0.1]), torch.tensor([0, 1, 3, 5]))
+    dist = Distributions(
+        torch.tensor([3, 1, 4, 0, 2]), torch.tensor([1.0, 0.5, 0.5, 0.9, 0.1]), torch.tensor([0, 1, 3, 5])
+    )
     assert dist.num_rows == 3
     row = dist.row(2)
     assert (row.num_rows, row.ids.tolist(), row.starts.tolist()) == (1, [0, 2], [0, 2])

@@ -1,4 +1,4 @@
-"""The block pool's promises one by one, and block hashes; drawn sequences of calls are in tests/property/test_pool.py."""
+"""The block pool's promises one by one, and block hashes; random calls are in tests/property/test_pool.py."""
 
 from __future__ import annotations
 

@@ -308,7 +308,9 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     try:
         for threads in (1, 2, 3):
             set_threads(threads)
-            outcomes.append(torch.cat([*case.run(case.new_cache(), [(0, 33), (0, 50)]), layer(x)[:, :1].repeat(1, 576)]))
+            outcomes.append(
+                torch.cat([*case.run(case.new_cache(), [(0, 33), (0, 50)]), layer(x)[:, :1].repeat(1, 576)])
+            )
     finally:
         set_threads(torch.get_num_threads())
     assert torch.equal(outcomes[0], outcomes[1])
