@@ -48,7 +48,7 @@ def _in_braces(text: str) -> str | None:
 
 def _normal(answer: str) -> str:
     """One spelling of a number; other answers without spaces, dollar signs and a full stop at the end."""
-    plain = re.sub(r"\\[!,;: ]|[\s$]", "", answer).rstrip(".").removeprefix("\\text{").removesuffix("\\%")
+    plain = re.sub(r"\\[!,;: ]|\\?\$|\s", "", answer).rstrip(".").removeprefix("\\text{").removesuffix("\\%")
     if not _NUMBER.fullmatch(plain):
         return plain
     whole, _, decimals = plain.replace(",", "").partition(".")

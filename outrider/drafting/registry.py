@@ -16,7 +16,11 @@ from outrider.errors import ConfigError
 _DRAFTERS = {
     "ngram": "outrider.drafters.ngram:NgramDrafter",
     "draft_model": "outrider.drafters.draft_model:DraftModelDrafter",
+    "dflash": "outrider.drafters.dflash:DFlashDrafter",
+    "dspark": "outrider.drafters.dspark:DSparkDrafter",
 }
+# Settings that are one method's own, which no other may be given.
+_OWN_SETTINGS = {"dspark_draft_topk": "dspark"}
 
 
 def names() -> tuple[str, ...]:
@@ -25,11 +29,14 @@ def names() -> tuple[str, ...]:
 
 
 def check(config: SpeculativeConfig) -> None:
-    """Raise ConfigError naming the nearest method if the configured one does not exist."""
+    """Raise ConfigError if the method does not exist (naming the nearest), or is given a setting of another one."""
     if config.method not in _DRAFTERS:
         nearest = difflib.get_close_matches(config.method, names(), n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(f"method is {config.method!r}, expected one of {', '.join(names())}{hint}", param="method")
+    for setting, owner in _OWN_SETTINGS.items():
+        if getattr(config, setting) is not None and config.method != owner:
+            raise ConfigError(f"{setting} is set, but only method {owner} has it, not {config.method}", param=setting)
 
 
 def create(config: SpeculativeConfig, target: TargetInfo) -> Drafter:

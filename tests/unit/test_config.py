@@ -38,6 +38,7 @@ GOOD: dict[str, list[tuple[Any, Any]]] = {
     ],
     "rejection_sample_method": [("coupled", "coupled"), ("standard", "standard"), ("block", "block")],
     "draft_sample_method": [("greedy", "greedy"), ("probabilistic", "probabilistic")],
+    "dspark_draft_topk": [(8, 8)],
     "prompt_lookup_max": [(7, 7)],
     "prompt_lookup_min": [(2, 2)],
 }
@@ -70,6 +71,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("rejection_sample_method", "strict", "coupled, standard, block, synthetic"),
     ("rejection_sample_method", ["standard"], "coupled, standard, block, synthetic"),
     ("draft_sample_method", "random", "greedy, probabilistic"),
+    ("dspark_draft_topk", 0, "at least 1"),
+    ("dspark_draft_topk", "all", "integer"),
     ("prompt_lookup_max", 0, "at least 1"),
     ("prompt_lookup_min", -2, "at least 1"),
     ("num_speculative_tokens_per_batch_size", 4, "a list"),

@@ -1,0 +1,96 @@
+"""DFlash: one pass over a block of mask tokens drafts all of it, reading the target's states in every layer.
+
+The drafts of a round are independent of each other given the text, so they are drawn at once. The loop and the layers
+are in `drafting`; here are the method's own settings and its sampling. DeepSpec's `dflash_*` checkpoints, DSpark
+networks without a correction, run here too, in the layout that predicts from the anchor on. Sources: Chen et al.,
+"DFlash: Block Diffusion for Flash Speculative Decoding", z-lab/dflash; vLLM 0.32 `qwen3_dflash.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.config import SpeculativeConfig
+from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.block import split_chains
+from outrider.drafting.block_config import BlockConfig, ConfigKeys, read_block_config
+from outrider.drafting.block_loading import load_block
+from outrider.drafting.checkpoint import read_checkpoint
+from outrider.errors import ConfigError, DrafterMismatch
+from outrider.sampling import distributions, draft_group, draw, greedy
+from outrider.types import Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """What a DFlash checkpoint's config says; `logit_scale` multiplies the logits."""
+
+    block: BlockConfig
+    logit_scale: float = 1.0
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], *, source: str) -> DFlashConfig:
+        """From config.json in the z-lab, DeepSpec or Speculators format. Raises LoadError naming the key."""
+        keys = ConfigKeys(raw, source)
+        causal = keys.optional_flag("is_causal")
+        if causal is None:
+            causal = keys.optional_flag("causal")
+        if causal is None and keys.is_speculators:
+            # vLLM reads the missing key as true, and false as causal for every layer, whatever its kind.
+            causal = not keys.flag("sliding_window_non_causal", True)
+        anchored = any("DSpark" in name for name in keys.architectures)
+        block = read_block_config(keys, sample_from_anchor=anchored, causal=causal)
+        if anchored and keys.count("markov_rank", 0, least=0):
+            raise keys.error("markov_rank is above 0, so this is a DSpark drafter: use method dspark")
+        return cls(block=block, logit_scale=keys.number("logit_scale", 1.0))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest proposal that it was trained for; None where the file does not say."""
+        size = self.block.block_size
+        return size if size is None or self.block.sample_from_anchor else size - 1
+
+
+class DFlashDrafter:
+    """Drafts whole blocks in one pass; `model` in the configuration names the checkpoint."""
+
+    needs_target_kv = False
+    trainable = False
+
+    def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
+        if config.model is None:
+            raise DrafterMismatch('dflash needs a drafter: add "model" to the speculative config', param="model")
+        checkpoint = read_checkpoint(config.model)
+        ours = DFlashConfig.read(checkpoint.config, source=checkpoint.source)
+        if ours.max_tokens is not None and config.num_speculative_tokens > ours.max_tokens:
+            raise ConfigError(
+                f"drafter {checkpoint.source} supports at most {ours.max_tokens} draft tokens,"
+                f" num_speculative_tokens is {config.num_speculative_tokens}",
+                param="num_speculative_tokens",
+            )
+        parts = load_block(checkpoint, ours.block, {}, target)
+        self.taps = ours.block.taps
+        self._loop, self._vocabulary, self._scale = parts.loop, parts.vocabulary, ours.logit_scale
+
+    def begin(self, slot: int) -> None:
+        """Nothing to prepare: what is filled is known by block."""
+
+    def end(self, slot: int) -> None:
+        """Nothing to release: the blocks are the target's."""
+
+    def propose(self, context: DraftContext) -> Proposal:
+        """As many drafts as wanted for each request, all at once. Cost: one pass, and one for new context rows."""
+        budgets = self._loop.budgets(context)
+        if not any(budgets):
+            return Proposal(((),) * len(budgets))
+        logits = self._vocabulary.head(self._loop.states(context, budgets), wide=True)
+        if self._scale != 1:
+            logits *= self._scale
+        if context.sample_method == "greedy":
+            return Proposal(split_chains(self._vocabulary.to_target(greedy(logits)).tolist(), budgets))
+        pairs = zip(context.groups, budgets, strict=True)
+        groups = [draft_group(group, 0, budget) for group, budget in pairs if budget]
+        drawn_from = distributions(self._vocabulary.widen(logits), groups)
+        return Proposal(split_chains(draw(drawn_from, groups, context.purpose), budgets), drawn_from)

@@ -1,0 +1,240 @@
+"""DSpark: DFlash's block pass, then a small correction from left to right that lets each draft know the one before it.
+
+The block gives base logits for every draft at once; draft i adds a bias of low rank looked up by draft i-1 (a Markov
+head), so only matrices of that rank run one after the other. A confidence head says how likely each draft is to stand,
+given those before it; the numbers travel on the proposal for whoever sets budgets. Sources: DeepSeek-AI DeepSpec
+`deepspec/modeling/dspark`; vLLM 0.32 `qwen3_dspark.py` and `v1/worker/gpu/spec_decode/dspark`. The gated and rnn heads
+are DeepSpec's. Legend: B requests, R draft rows, D width, r Markov rank, V vocabulary, Vd drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculativeConfig
+from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.block import split_chains
+from outrider.drafting.block_config import BlockConfig, ConfigKeys, read_block_config
+from outrider.drafting.block_loading import load_block
+from outrider.drafting.checkpoint import read_checkpoint
+from outrider.drafting.vocabulary import DraftVocabulary
+from outrider.errors import ConfigError, DrafterMismatch
+from outrider.models.layers import take_rows
+from outrider.models.linear import Linear
+from outrider.sampling import concatenate, distributions, draft_group, draw, entries_of, greedy
+from outrider.types import Distributions, Proposal
+
+HeadType = Literal["vanilla", "gated", "rnn"]
+_MARKOV, _CONFIDENCE = "markov_head.", "confidence_head.proj."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """What a DSpark checkpoint's config says. `markov_rank` 0: no correction. `draft_topk` None: no cut."""
+
+    block: BlockConfig
+    markov_rank: int = 0
+    markov_head_type: HeadType = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    draft_topk: int | None = None
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], *, source: str) -> DSparkConfig:
+        """From config.json in the DeepSpec, SpecForge or Speculators format. Raises LoadError naming the key."""
+        keys = ConfigKeys(raw, source)
+        causal = keys.optional_flag("is_causal")
+        if causal is None:
+            causal = keys.optional_flag("causal")
+        head = keys.get("markov_head_type") or "vanilla"
+        if head not in get_args(HeadType):
+            raise keys.error(f"markov_head_type is {head!r}, expected one of {', '.join(get_args(HeadType))}")
+        if keys.get("logit_scale") not in (None, 1):
+            raise keys.error(f"logit_scale is {keys.get('logit_scale')!r}, expected 1 (nothing else is implemented)")
+        rank = keys.count("markov_rank", 0, least=0)
+        return cls(
+            block=read_block_config(keys, sample_from_anchor=True, causal=causal),
+            markov_rank=rank,
+            markov_head_type=cast(HeadType, head),
+            enable_confidence_head=keys.flag("enable_confidence_head", False),
+            confidence_head_with_markov=rank > 0 and keys.flag("confidence_head_with_markov", False),
+            draft_topk=None if keys.get("dspark_draft_topk") is None else keys.count("dspark_draft_topk"),
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the tensors that this method adds to the backbone's."""
+        width, rank = self.block.model.hidden_size, self.markov_rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        if rank:
+            shapes[_MARKOV + "markov_w1.weight"] = (self.block.model.vocab_size, rank)
+            shapes[_MARKOV + "markov_w2.weight"] = (self.block.draft_vocab_size, rank)
+        if rank and self.markov_head_type == "gated":
+            shapes |= {_MARKOV + "gate_proj.weight": (rank, width + rank), _MARKOV + "gate_proj.bias": (rank,)}
+        if rank and self.markov_head_type == "rnn":
+            joint = _MARKOV + "joint_proj."
+            shapes |= {joint + "weight": (3 * rank, 2 * rank + width), joint + "bias": (3 * rank,)}
+        if self.enable_confidence_head:
+            seen = width + rank * self.confidence_head_with_markov
+            shapes |= {_CONFIDENCE + "weight": (1, seen), _CONFIDENCE + "bias": (1,)}
+        return shapes
+
+
+class DSparkDrafter:
+    """Drafts blocks and corrects them from left to right; `model` in the configuration names the checkpoint."""
+
+    needs_target_kv = False
+    trainable = False
+
+    def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
+        if config.model is None:
+            raise DrafterMismatch('dspark needs a drafter: add "model" to the speculative config', param="model")
+        checkpoint = read_checkpoint(config.model)
+        ours = DSparkConfig.read(checkpoint.config, source=checkpoint.source)
+        if config.dspark_draft_topk is not None:
+            ours = replace(ours, draft_topk=config.dspark_draft_topk)
+        if ours.draft_topk is not None and ours.draft_topk > ours.block.draft_vocab_size:
+            raise ConfigError(
+                f"dspark_draft_topk is {ours.draft_topk}, expected at most the {ours.block.draft_vocab_size} tokens"
+                f" that drafter {checkpoint.source} drafts from",
+                param="dspark_draft_topk",
+            )
+        parts = load_block(checkpoint, ours.block, ours.shapes(), target)
+        self.taps = ours.block.taps
+        self._loop, self._vocabulary = parts.loop, parts.vocabulary
+        self._correction = _Correction(ours, parts.tensors) if ours.markov_rank else None
+        self._confidence = _Confidence(ours, parts.tensors) if ours.enable_confidence_head else None
+        self._rank, self._topk = ours.markov_rank, ours.draft_topk
+
+    def begin(self, slot: int) -> None:
+        """Nothing to prepare: what is filled is known by block."""
+
+    def end(self, slot: int) -> None:
+        """Nothing to release: the blocks are the target's."""
+
+    @torch.inference_mode()
+    def propose(self, context: DraftContext) -> Proposal:
+        """As many drafts as wanted for each request. Cost: one pass, one for new context, N products of low rank."""
+        budgets = self._loop.budgets(context)
+        if not any(budgets):
+            return Proposal(((),) * len(budgets))
+        states = self._loop.states(context, budgets)
+        base, chains = self._base_logits(states), _Chains(context, budgets, self._vocabulary)
+        memory = torch.zeros(len(budgets), self._rank, device=states.device)
+        for step, rows, requests in chains.steps():
+            logits = base[rows]
+            if self._correction is not None:
+                bias, memory[requests] = self._correction(chains.previous[requests], states[rows], memory[requests])
+                logits += bias
+            chains.choose(logits, step, rows, requests)
+        confidence = None
+        if self._confidence is not None:
+            confidence = split_chains(self._confidence(states, chains.before()).tolist(), budgets)
+        return Proposal(split_chains(chains.tokens.tolist(), budgets), chains.drawn_from(), confidence)
+
+    def _base_logits(self, states: Tensor) -> Tensor:
+        """Logits [R, Vd] before the correction; -inf for all but the `dspark_draft_topk` best of a row."""
+        logits = self._vocabulary.head(states, wide=True)
+        if self._topk is None:
+            return logits
+        best = logits.topk(self._topk, dim=1).indices
+        return torch.full_like(logits, float("-inf")).scatter_(1, best, logits.gather(1, best))
+
+
+class _Correction:
+    """The Markov head: from the draft before (a target id) to a bias over the drafted vocabulary."""
+
+    def __init__(self, config: DSparkConfig, tensors: Mapping[str, Tensor]) -> None:
+        self.table = tensors[_MARKOV + "markov_w1.weight"].contiguous()
+        self._to_bias = Linear(tensors[_MARKOV + "markov_w2.weight"])
+        self._gate = _linear(tensors, _MARKOV + "gate_proj.") if config.markov_head_type == "gated" else None
+        self._joint = _linear(tensors, _MARKOV + "joint_proj.") if config.markov_head_type == "rnn" else None
+
+    def __call__(self, previous: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Bias [A, Vd] and new memory [A, r] from the drafts before [A], states [A, D] and memory (the rnn head's)."""
+        looked_up = take_rows(self.table, previous)
+        if self._gate is not None:
+            gate = self._gate(torch.cat([states, looked_up], dim=1), wide=True).sigmoid()
+            looked_up = (gate * looked_up).to(states.dtype)
+        elif self._joint is not None:
+            seen = torch.cat([memory.to(states.dtype), looked_up, states], dim=1)
+            gate, candidate, output = self._joint(seen, wide=True).chunk(3, dim=1)
+            memory = gate.sigmoid() * memory + (1 - gate.sigmoid()) * candidate.tanh()
+            looked_up = output.tanh().to(states.dtype)
+        return self._to_bias(looked_up, wide=True), memory
+
+
+def _linear(tensors: Mapping[str, Tensor], prefix: str) -> Linear:
+    return Linear(tensors[prefix + "weight"], tensors[prefix + "bias"])
+
+
+class _Confidence:
+    """The confidence head: how likely each draft is to be accepted, given that those before it are. In float32."""
+
+    def __init__(self, config: DSparkConfig, tensors: Mapping[str, Tensor]) -> None:
+        self._weight, self._bias = (tensors[_CONFIDENCE + name].float() for name in ("weight", "bias"))
+        self._table = tensors[_MARKOV + "markov_w1.weight"] if config.confidence_head_with_markov else None
+
+    def __call__(self, states: Tensor, before: Tensor) -> Tensor:
+        """Probabilities [R] from states [R, D] and the token before each draft [R]."""
+        seen = states.float()
+        if self._table is not None:
+            seen = torch.cat([seen, self._table[before].float()], dim=1)
+        return torch.sigmoid(seen @ self._weight[0] + self._bias)
+
+
+class _Chains:
+    """The drafts of one round while they are made, all first drafts first. Rows [R] lie request by request."""
+
+    def __init__(self, context: DraftContext, budgets: Sequence[int], vocabulary: DraftVocabulary) -> None:
+        self._context, self._vocabulary = context, vocabulary
+        self._budgets = np.array(budgets)
+        self._firsts = np.cumsum(self._budgets) - self._budgets
+        anchors = [int(history[-1]) for history in context.histories]
+        device = vocabulary.embedding.device
+        self.previous = torch.tensor(anchors, device=device)
+        self._anchors = self.previous.clone()
+        self.tokens = torch.zeros(int(self._budgets.sum()), dtype=torch.int64, device=device)
+        self._drawn: list[Distributions] = []
+        self._drawn_rows: list[npt.NDArray[np.int64]] = []
+
+    def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(position, rows [A], requests [A]) for each draft position: the requests that draft there, and their rows."""
+        for step in range(int(self._budgets.max())):
+            requests = np.flatnonzero(self._budgets > step)
+            rows = self._firsts[requests] + step
+            self._drawn_rows.append(rows)
+            yield step, torch.from_numpy(rows).to(self.tokens.device), torch.from_numpy(requests).to(self.tokens.device)
+
+    def choose(self, logits: Tensor, step: int, rows: Tensor, requests: Tensor) -> None:
+        """Take one draft from each row of logits [A, Vd], the likeliest or a drawn one."""
+        if self._context.sample_method == "greedy":
+            tokens = self._vocabulary.to_target(greedy(logits))
+        else:
+            groups = [draft_group(self._context.groups[index], step) for index in requests.tolist()]
+            self._drawn.append(distributions(self._vocabulary.widen(logits), groups))
+            tokens = torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
+        self.tokens[rows] = self.previous[requests] = tokens
+
+    def before(self) -> Tensor:
+        """The token before each draft, [R] target ids: the anchor or an earlier draft."""
+        before = self.tokens.roll(1)
+        drafting = torch.from_numpy(np.flatnonzero(self._budgets)).to(before.device)
+        before[torch.from_numpy(self._firsts).to(before.device)[drafting]] = self._anchors[drafting]
+        return before
+
+    def drawn_from(self) -> Distributions | None:
+        """What the drafts were drawn from, request by request; None if they were not drawn."""
+        if not self._drawn:
+            return None
+        by_step = concatenate(self._drawn)
+        order = np.argsort(np.concatenate(self._drawn_rows))
+        entries, starts = entries_of(by_step.starts.numpy(), order)
+        chosen = torch.from_numpy(entries)
+        return Distributions(by_step.ids[chosen], by_step.probs[chosen], torch.from_numpy(starts))

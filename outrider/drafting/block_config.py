@@ -1,0 +1,227 @@
+"""What a block drafter's config.json says, in any of its published spellings, as one record.
+
+Read are the flat files of z-lab and DeepSpec (`dflash_config` inside them first), SpecForge's, which nest everything
+there, and Speculators', which keep the layers' own keys in `transformer_layer_config`. Keys that only one method has
+are read by its leaf through the same `ConfigKeys`. Not here: the tensors, and whether the target fits
+(block_layers.py). Sources: vLLM 0.32 `qwen3_dflash.py` and `transformers_utils/configs/speculators`; DeepSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.drafting.base import TargetInfo
+from outrider.errors import DrafterMismatch, LoadError
+from outrider.models.arch import ModelConfig, parse_config
+
+_NESTED, _INNER = "dflash_config", "transformer_layer_config"
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Where the tapped layers are listed, and what turns an entry into a number of layers that have run.
+_TAP_KEYS = (
+    ("eagle_aux_hidden_state_layer_ids", 0),
+    ("aux_hidden_state_layer_ids", 0),
+    ("target_layer_ids", 1),
+    ("layer_ids", 0),
+)
+# Settings that change the forward pass and that no published Qwen3-style drafter uses; honoured by refusing others.
+_ONLY = {"attention_value_scale": 1.0, "is_neox_style": True, "attention_sink_bias": False}
+_ONLY |= {"add_swa_attention_sink_bias": False, "use_aux_hidden_state": True}
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What a row of the block sees: everything to the block's end or to itself, and how many tokens of it at most."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The backbone that DFlash and DSpark share. `taps` count target layers that have run; `masks` has one a layer.
+
+    `sample_from_anchor`: every row of the block predicts the token after it, the anchor's too; else each row after the
+    anchor predicts its own.
+    """
+
+    model: ModelConfig
+    taps: tuple[int, ...]
+    mask_token_id: int
+    masks: tuple[LayerMask, ...]
+    block_size: int | None
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_target_layers: int | None
+    sample_from_anchor: bool
+    source: str
+
+    def check_target(self, target: TargetInfo) -> None:
+        """Raise DrafterMismatch naming the first thing in which the target is not the one it was trained for."""
+        theirs = target.model.config
+        pairs = [
+            ("vocabulary", self.model.vocab_size, theirs.vocab_size),
+            ("target width", self.target_hidden_size, theirs.hidden_size),
+            ("number of target layers", self.num_target_layers or theirs.num_layers, theirs.num_layers),
+        ]
+        for what, ours, given in pairs:
+            if ours != given:
+                raise self.mismatch(
+                    f"has a {what} of {ours}, the target one of {given}: use the drafter of this target"
+                )
+        if self.taps[-1] > theirs.num_layers:
+            raise self.mismatch(f"reads layer {self.taps[-1]}, the target has {theirs.num_layers}: wrong target")
+        if self.mask_token_id >= self.model.vocab_size:
+            raise self.mismatch(
+                f"has mask token {self.mask_token_id}, outside its vocabulary of {self.model.vocab_size}"
+            )
+        if self.draft_vocab_size > self.model.vocab_size:
+            raise self.mismatch(f"drafts from {self.draft_vocab_size} tokens, more than its {self.model.vocab_size}")
+
+    def mismatch(self, what: str) -> DrafterMismatch:
+        """The error for this checkpoint."""
+        return DrafterMismatch(f"drafter {self.source} {what}", param="model")
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """Typed reads over a checkpoint's config: a key counts where it is first found, nested table, top, inner table."""
+
+    raw: Mapping[str, Any]
+    source: str
+
+    @property
+    def is_speculators(self) -> bool:
+        """Whether the file is in the Speculators format."""
+        return isinstance(self.raw.get(_INNER), Mapping)
+
+    @property
+    def layer_keys(self) -> Mapping[str, Any]:
+        """The table that describes the draft layers."""
+        inner = self.raw.get(_INNER)
+        return inner if isinstance(inner, Mapping) else self.raw
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The names of the classes that the file was written for."""
+        names = self.raw.get("architectures")
+        return tuple(map(str, names)) if isinstance(names, list) else ()
+
+    def get(self, key: str) -> Any:
+        """The key's value, None where it is absent or null everywhere."""
+        for table in (self.raw.get(_NESTED), self.raw, self.layer_keys):
+            if isinstance(table, Mapping) and table.get(key) is not None:
+                return table[key]
+        return None
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A true or false. Raises LoadError naming the key."""
+        value = self.get(key)
+        if value not in (None, True, False):
+            raise self.error(f"{key} is {value!r}, expected true or false")
+        return default if value is None else bool(value)
+
+    def optional_flag(self, key: str) -> bool | None:
+        """The same, None where the key is absent."""
+        return None if self.get(key) is None else self.flag(key, False)
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number. Raises LoadError naming the key."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(f"{key} is {value!r}, expected a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0. Raises LoadError naming the key."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(f"{key} is {value!r}, expected a number above 0")
+        return float(value)
+
+    def error(self, what: str) -> LoadError:
+        """The error for this file."""
+        return LoadError(f"{self.source}: config.json: {what}")
+
+
+def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: bool | None) -> BlockConfig:
+    """The shared part of a config; `sample_from_anchor` is the method's default for a file that is silent on it.
+
+    `causal` is what the method found for all layers; None leaves it to each layer's kind: sliding ones are causal.
+    Raises LoadError naming the key that is missing, malformed, or asks for a forward pass that is not implemented.
+    """
+    model = _layer_config(keys)
+    for key, only in _ONLY.items():
+        if keys.get(key) not in (None, only):
+            raise keys.error(f"{key} is {keys.get(key)!r}, expected {only!r} (nothing else is implemented)")
+    size = next((key for key in ("block_size", "dspark_block_size") if keys.get(key) is not None), None)
+    return BlockConfig(
+        model=model,
+        taps=_taps(keys),
+        mask_token_id=_mask_token(keys),
+        masks=_masks(keys, model.num_layers, causal),
+        block_size=None if size is None else keys.count(size),
+        draft_vocab_size=keys.count("draft_vocab_size", model.vocab_size),
+        target_hidden_size=keys.count("target_hidden_size", model.hidden_size),
+        num_target_layers=None if keys.get("num_target_layers") is None else keys.count("num_target_layers"),
+        sample_from_anchor=keys.flag("sample_from_anchor", sample_from_anchor and not keys.is_speculators),
+        source=keys.source,
+    )
+
+
+def _layer_config(keys: ConfigKeys) -> ModelConfig:
+    kind = keys.layer_keys.get("model_type", "qwen3")
+    if kind != "qwen3":
+        raise keys.error(f"the draft layers are of model_type {kind!r}, expected qwen3")
+    # Windows differ from layer to layer here, which the target's own reader refuses; they are read below.
+    table = {key: value for key, value in keys.layer_keys.items() if key not in _WINDOW_KEYS}
+    return parse_config(table | {"model_type": "qwen3"}, {}, source=keys.source)
+
+
+def _taps(keys: ConfigKeys) -> tuple[int, ...]:
+    for key, offset in _TAP_KEYS:
+        ids = keys.get(key)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(entry) is int for entry in ids):
+            raise keys.error(f"{key} is {ids!r}, expected a list of layer numbers")
+        taps = tuple(entry + offset for entry in ids)
+        if taps[0] < 0 or list(taps) != sorted(set(taps)):
+            raise keys.error(f"{key} is {ids}, expected layer numbers that rise from {-offset}")
+        return taps
+    raise keys.error("target_layer_ids is missing, expected the target layers that the drafter reads")
+
+
+def _mask_token(keys: ConfigKeys) -> int:
+    for key in _MASK_KEYS:
+        if keys.get(key) is not None:
+            return keys.count(key, least=0)
+    raise keys.error("mask_token_id is missing, expected the token that fills the block; no other can stand in for it")
+
+
+def _masks(keys: ConfigKeys, num_layers: int, causal: bool | None) -> tuple[LayerMask, ...]:
+    kinds = _sliding_layers(keys, num_layers)
+    # use_swa gives every layer a window and leaves its causality to the kind that it has.
+    slides = kinds if any(kinds) else [keys.flag("use_swa", False)] * num_layers
+    window = None
+    if any(slides):
+        window = keys.count("swa_window_size" if keys.get("swa_window_size") is not None else "sliding_window")
+    pairs = zip(kinds, slides, strict=True)
+    return tuple(LayerMask(kind if causal is None else causal, window if slide else None) for kind, slide in pairs)
+
+
+def _sliding_layers(keys: ConfigKeys, num_layers: int) -> list[bool]:
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        # Files older than layer_types slide from max_window_layers on, if at all.
+        slides = keys.flag("use_sliding_window", False) and keys.get("sliding_window") is not None
+        first = keys.count("max_window_layers", 28, least=0) if slides else num_layers
+        return [index >= first for index in range(num_layers)]
+    known = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise keys.error(f"layer_types is {kinds!r}, expected {num_layers} entries of {', '.join(known)}")
+    return [known[kind] for kind in kinds]
