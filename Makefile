@@ -33,9 +33,11 @@ env: .venv/ready
 model: env
 	@$(BIN)/outrider models pull smollm2
 
+NGRAM := {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
 demo: model
-	$(BIN)/outrider bench smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}' \
-	    --dataset copy --num-prompts 8 --max-tokens 128
+	$(BIN)/outrider generate smollm2 "Why is the sky blue?" --speculative-config '$(NGRAM)' --max-tokens 96
+	$(BIN)/outrider bench smollm2 --speculative-config '$(NGRAM)' --dataset mixed --num-prompts 12 --max-tokens 128
 
 test: model
 	$(BIN)/python -m pytest

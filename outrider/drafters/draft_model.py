@@ -8,13 +8,12 @@ et al. 2023, arXiv:2211.17192.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.filled import FilledRows
 from outrider.errors import DrafterMismatch
 from outrider.models.attention import Batch
 from outrider.models.families import load_model
@@ -44,9 +43,7 @@ class DraftModelDrafter:
         self._max_len = min(target.max_len, self._model.config.max_position_embeddings)
         self._pool = target.pool
         self._cache = self._model.new_cache(target.pool.num_blocks * target.pool.block_size)
-        # How many rows of each block are read, and for which handing out of the block that holds.
-        self._rows_read = np.zeros(target.pool.num_blocks, dtype=np.int64)
-        self._generation = np.full(target.pool.num_blocks, -1, dtype=np.int64)
+        self._filled = FilledRows(target.pool)
 
     def begin(self, slot: int) -> None:
         """Nothing to prepare: what was read is known by block."""
@@ -83,8 +80,9 @@ class DraftModelDrafter:
         ids, spans, last = [], [], []
         for index in active:
             history, chain = context.histories[index], chains[index]
-            known = len(history) + len(chain) - 1 if chain else self._num_read(context.blocks[index], len(history) - 1)
-            text = history[known:] if not chain else np.array(chain[-1:], dtype=np.int64)
+            read = self._filled.count(context.blocks[index], len(history) - 1)
+            known = len(history) + len(chain) - 1 if chain else read
+            text = np.array(chain[-1:], dtype=np.int64) if chain else history[known:]
             ids.append(text)
             spans.append((known, len(text)))
             last.append(len(text))
@@ -95,19 +93,5 @@ class DraftModelDrafter:
         logits = self._model(batch, self._cache).logits
         for index in active:
             if not chains[index]:
-                self._mark_read(context.blocks[index], len(context.histories[index]))
+                self._filled.mark(context.blocks[index], len(context.histories[index]))
         return logits
-
-    def _num_read(self, blocks: Sequence[int], most: int) -> int:
-        table = np.asarray(blocks)
-        read = np.where(self._generation[table] == self._pool.generation[table], self._rows_read[table], 0)
-        short = np.flatnonzero(read < self._pool.block_size)
-        whole = int(short[0]) if len(short) else len(table)
-        extra = int(read[whole]) if whole < len(table) else 0
-        return min(most, whole * self._pool.block_size + extra)
-
-    def _mark_read(self, blocks: Sequence[int], length: int) -> None:
-        size = self._pool.block_size
-        table = np.asarray(blocks)[: -(-length // size)]
-        self._generation[table] = self._pool.generation[table]
-        self._rows_read[table] = np.clip(length - np.arange(len(table)) * size, 0, size)
