@@ -25,7 +25,11 @@
 #define LANES 16
 #define PANEL 32    /* output columns that are packed together: two vectors */
 #define ROWS_PER_ITEM 4 /* rows of the cheap kernels that a thread takes at once */
-#define MAX_ROWS 12 /* rows that share one pass over a panel; their accumulators fill the vector registers */
+#ifdef __AVX512F__ /* rows that share one pass over a panel: their accumulators fill the vector registers */
+#define MAX_ROWS 12
+#else
+#define MAX_ROWS 3
+#endif
 
 typedef uint16_t bf16;
 typedef float vf __attribute__((vector_size(64), aligned(4)));
