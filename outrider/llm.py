@@ -148,7 +148,7 @@ class LLM:
     def start(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generation:
-        """Queue prompts and give their Generation, to be iterated for Deltas or waited for."""
+        """Check prompts and give their Generation, to be iterated for Deltas or waited for."""
         many = _as_prompts(prompts)
         requests = [self._requests(*pair) for pair in zip(many, _as_params(params, len(many)), strict=True)]
         for request in itertools.chain.from_iterable(choices for _, choices in requests):
@@ -201,7 +201,8 @@ class _Choice:
 class Generation:
     """Prompts on their way. Iterate it for Deltas as they are committed; `outputs` always holds what there is so far.
 
-    Whoever leaves the loop early, by Ctrl-C too, leaves nothing behind in the engine: unfinished choices are aborted.
+    The engine hears of the prompts when the iteration begins. Whoever leaves the loop early, by Ctrl-C too, leaves
+    nothing behind in it: unfinished choices are aborted.
     """
 
     def __init__(
@@ -212,10 +213,8 @@ class Generation:
     ) -> None:
         self.outputs = [output for output, _ in requests]
         self._engine, self._mail = engine, mail
-        self._open = {choice.request.request_id: choice for _, choices in requests for choice in choices}
-        for name, choice in self._open.items():
-            engine.add(choice.request)
-            mail[name] = deque()
+        self._waiting = [choice for _, choices in requests for choice in choices]
+        self._open: dict[str, _Choice] = {}
 
     def wait(self) -> list[RequestOutput]:
         """Run to the end and give the outputs."""
@@ -225,6 +224,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[Delta]:
         try:
+            self._begin()
             while self._open:
                 yield from self._delivered()
                 if self._open:
@@ -236,8 +236,15 @@ class Generation:
             for name, choice in self._open.items():
                 self._engine.abort(name)
                 self._mail.pop(name, None)
-                choice.output.finish_reason = "abort"
+                choice.output.finish_reason = choice.output.finish_reason or "abort"
             self._open.clear()
+
+    def _begin(self) -> None:
+        for choice in self._waiting:
+            self._engine.add(choice.request)
+            self._open[choice.request.request_id] = choice
+            self._mail[choice.request.request_id] = deque()
+        self._waiting = []
 
     def _delivered(self) -> Iterator[Delta]:
         for name, choice in list(self._open.items()):

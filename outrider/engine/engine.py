@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence as Items
 
+import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -20,7 +21,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Entry, Sequence
 from outrider.engine.stats import EngineStats
 from outrider.errors import CapacityError, RequestError, ShapeError
-from outrider.sampling import Purpose, concatenate, distributions, logprobs
+from outrider.sampling import Purpose, certain, concatenate, distributions, logprobs
 from outrider.types import Proposal, Request, StepOutput, TokenLogprobs, Verdict
 from outrider.verify import verify
 
@@ -133,8 +134,11 @@ class Engine:
                 _stop_drafting(sequences[0], error)
                 return Proposal(((),))
         alone = [self._guarded_propose(context.only(i), sequences[i : i + 1]) for i in range(len(sequences))]
-        rows = [part.draft_probs for part in alone if part.draft_probs is not None]
-        return Proposal(tuple(part.tokens[0] for part in alone), concatenate(rows) if rows else None)
+        tokens = tuple(part.tokens[0] for part in alone)
+        if all(part.draft_probs is None for part in alone):
+            return Proposal(tokens)
+        rows = [part.draft_probs or certain(torch.tensor(part.tokens[0], dtype=torch.int64)) for part in alone]
+        return Proposal(tokens, concatenate(rows))
 
     def _check(self, proposal: Proposal, context: DraftContext) -> None:
         if len(proposal.tokens) != len(context.budgets):
