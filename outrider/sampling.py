@@ -147,16 +147,11 @@ def distributions(logits: Tensor, groups: Sequence[RowGroup]) -> Distributions:
     if logits.ndim != 2 or logits.shape[0] != num_rows:
         raise ShapeError(f"logits is {tuple(logits.shape)}, expected [{num_rows}, V], one row a row of the groups")
     if all(group.is_plain_greedy for group in groups):
-        return certain(greedy(logits))
+        return Distributions(greedy(logits).cpu(), torch.ones(num_rows), torch.arange(num_rows + 1))
     blocks = torch.split(logits, [group.num_rows for group in groups])
     rows = [row for block, group in zip(blocks, groups, strict=True) for row in _group_rows(block, group)]
     ids, probs = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*rows, strict=True))
     return Distributions(ids, probs, torch.tensor([0, *accumulate(len(row_ids) for row_ids, _ in rows)]))
-
-
-def certain(tokens: Tensor) -> Distributions:
-    """Rows that can only draw the given tokens. Shape: tokens [R] int64."""
-    return Distributions(tokens.cpu(), torch.ones(len(tokens)), torch.arange(len(tokens) + 1))
 
 
 def concatenate(parts: Sequence[Distributions]) -> Distributions:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence as Items
 
-import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -21,7 +20,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Entry, Sequence
 from outrider.engine.stats import EngineStats
 from outrider.errors import CapacityError, RequestError, ShapeError
-from outrider.sampling import Purpose, certain, concatenate, distributions, logprobs
+from outrider.sampling import Purpose, concatenate, distributions, logprobs
 from outrider.types import Proposal, Request, StepOutput, TokenLogprobs, Verdict
 from outrider.verify import verify
 
@@ -134,10 +133,11 @@ class Engine:
                 _stop_drafting(sequences[0], error)
                 return Proposal(((),))
         alone = [self._guarded_propose(context.only(i), sequences[i : i + 1]) for i in range(len(sequences))]
-        tokens = tuple(part.tokens[0] for part in alone)
-        if all(part.draft_probs is None for part in alone):
-            return Proposal(tokens)
-        rows = [part.draft_probs or certain(torch.tensor(part.tokens[0], dtype=torch.int64)) for part in alone]
+        rows = [part.draft_probs for part in alone if part.draft_probs is not None]
+        if not rows:
+            return Proposal(tuple(part.tokens[0] for part in alone))
+        # One proposal has rows for all its drafts or for none: who gave none beside others goes without drafts.
+        tokens = tuple(part.tokens[0] if part.draft_probs is not None else () for part in alone)
         return Proposal(tokens, concatenate(rows))
 
     def _check(self, proposal: Proposal, context: DraftContext) -> None:
