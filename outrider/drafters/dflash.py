@@ -15,9 +15,10 @@ from typing import Any
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.block import split_chains
-from outrider.drafting.block_config import BlockConfig, ConfigKeys, read_block_config
+from outrider.drafting.block_config import NESTED, BlockConfig, read_block_config
 from outrider.drafting.block_loading import load_block
 from outrider.drafting.checkpoint import read_checkpoint
+from outrider.drafting.config_keys import ConfigKeys
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.sampling import distributions, draft_group, draw, greedy
 from outrider.types import Proposal
@@ -33,7 +34,7 @@ class DFlashConfig:
     @classmethod
     def read(cls, raw: Mapping[str, Any], *, source: str) -> DFlashConfig:
         """From config.json in the z-lab, DeepSpec or Speculators format. Raises LoadError naming the key."""
-        keys = ConfigKeys(raw, source)
+        keys = ConfigKeys(raw, source, NESTED)
         causal = keys.optional_flag("is_causal")
         if causal is None:
             causal = keys.optional_flag("causal")

@@ -21,9 +21,10 @@ from torch import Tensor
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.block import split_chains
-from outrider.drafting.block_config import BlockConfig, ConfigKeys, read_block_config
+from outrider.drafting.block_config import NESTED, BlockConfig, read_block_config
 from outrider.drafting.block_loading import load_block
 from outrider.drafting.checkpoint import read_checkpoint
+from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import DraftVocabulary
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.models.layers import take_rows
@@ -49,7 +50,7 @@ class DSparkConfig:
     @classmethod
     def read(cls, raw: Mapping[str, Any], *, source: str) -> DSparkConfig:
         """From config.json in the DeepSpec, SpecForge or Speculators format. Raises LoadError naming the key."""
-        keys = ConfigKeys(raw, source)
+        keys = ConfigKeys(raw, source, NESTED)
         causal = keys.optional_flag("is_causal")
         if causal is None:
             causal = keys.optional_flag("causal")

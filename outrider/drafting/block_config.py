@@ -8,16 +8,15 @@ are read by its leaf through the same `ConfigKeys`. Not here: the tensors, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.drafting.base import TargetInfo
-from outrider.errors import DrafterMismatch, LoadError
-from outrider.models.arch import ModelConfig, parse_config
+from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
+from outrider.errors import DrafterMismatch
+from outrider.models.arch import ModelConfig
 
-_NESTED, _INNER = "dflash_config", "transformer_layer_config"
-_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+NESTED = "dflash_config"
+"""The table of their own keys in flat files."""
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Where the tapped layers are listed, and what turns an entry into a number of layers that have run.
 _TAP_KEYS = (
@@ -85,76 +84,13 @@ class BlockConfig:
         return DrafterMismatch(f"drafter {self.source} {what}", param="model")
 
 
-@dataclass(frozen=True)
-class ConfigKeys:
-    """Typed reads over a checkpoint's config: a key counts where it is first found, nested table, top, inner table."""
-
-    raw: Mapping[str, Any]
-    source: str
-
-    @property
-    def is_speculators(self) -> bool:
-        """Whether the file is in the Speculators format."""
-        return isinstance(self.raw.get(_INNER), Mapping)
-
-    @property
-    def layer_keys(self) -> Mapping[str, Any]:
-        """The table that describes the draft layers."""
-        inner = self.raw.get(_INNER)
-        return inner if isinstance(inner, Mapping) else self.raw
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """The names of the classes that the file was written for."""
-        names = self.raw.get("architectures")
-        return tuple(map(str, names)) if isinstance(names, list) else ()
-
-    def get(self, key: str) -> Any:
-        """The key's value, None where it is absent or null everywhere."""
-        for table in (self.raw.get(_NESTED), self.raw, self.layer_keys):
-            if isinstance(table, Mapping) and table.get(key) is not None:
-                return table[key]
-        return None
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A true or false. Raises LoadError naming the key."""
-        value = self.get(key)
-        if value not in (None, True, False):
-            raise self.error(f"{key} is {value!r}, expected true or false")
-        return default if value is None else bool(value)
-
-    def optional_flag(self, key: str) -> bool | None:
-        """The same, None where the key is absent."""
-        return None if self.get(key) is None else self.flag(key, False)
-
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number. Raises LoadError naming the key."""
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(f"{key} is {value!r}, expected a whole number of at least {least}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number above 0. Raises LoadError naming the key."""
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(f"{key} is {value!r}, expected a number above 0")
-        return float(value)
-
-    def error(self, what: str) -> LoadError:
-        """The error for this file."""
-        return LoadError(f"{self.source}: config.json: {what}")
-
-
 def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: bool | None) -> BlockConfig:
     """The shared part of a config; `sample_from_anchor` is the method's default for a file that is silent on it.
 
     `causal` is what the method found for all layers; None leaves it to each layer's kind: sliding ones are causal.
     Raises LoadError naming the key that is missing, malformed, or asks for a forward pass that is not implemented.
     """
-    model = _layer_config(keys)
+    model = layer_config(keys, keys.layer_keys.get("model_type", "qwen3"), ("qwen3",))
     for key, only in _ONLY.items():
         if keys.get(key) not in (None, only):
             raise keys.error(f"{key} is {keys.get(key)!r}, expected {only!r} (nothing else is implemented)")
@@ -171,15 +107,6 @@ def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: boo
         sample_from_anchor=keys.flag("sample_from_anchor", sample_from_anchor and not keys.is_speculators),
         source=keys.source,
     )
-
-
-def _layer_config(keys: ConfigKeys) -> ModelConfig:
-    kind = keys.layer_keys.get("model_type", "qwen3")
-    if kind != "qwen3":
-        raise keys.error(f"the draft layers are of model_type {kind!r}, expected qwen3")
-    # Windows differ from layer to layer here, which the target's own reader refuses; they are read below.
-    table = {key: value for key, value in keys.layer_keys.items() if key not in _WINDOW_KEYS}
-    return parse_config(table | {"model_type": "qwen3"}, {}, source=keys.source)
 
 
 def _taps(keys: ConfigKeys) -> tuple[int, ...]:
@@ -204,7 +131,7 @@ def _mask_token(keys: ConfigKeys) -> int:
 
 
 def _masks(keys: ConfigKeys, num_layers: int, causal: bool | None) -> tuple[LayerMask, ...]:
-    kinds = _sliding_layers(keys, num_layers)
+    kinds = sliding_layers(keys, num_layers)
     # use_swa gives every layer a window and leaves its causality to the kind that it has.
     slides = kinds if any(kinds) else [keys.flag("use_swa", False)] * num_layers
     window = None
@@ -212,16 +139,3 @@ def _masks(keys: ConfigKeys, num_layers: int, causal: bool | None) -> tuple[Laye
         window = keys.count("swa_window_size" if keys.get("swa_window_size") is not None else "sliding_window")
     pairs = zip(kinds, slides, strict=True)
     return tuple(LayerMask(kind if causal is None else causal, window if slide else None) for kind, slide in pairs)
-
-
-def _sliding_layers(keys: ConfigKeys, num_layers: int) -> list[bool]:
-    kinds = keys.get("layer_types")
-    if kinds is None:
-        # Files older than layer_types slide from max_window_layers on, if at all.
-        slides = keys.flag("use_sliding_window", False) and keys.get("sliding_window") is not None
-        first = keys.count("max_window_layers", 28, least=0) if slides else num_layers
-        return [index >= first for index in range(num_layers)]
-    known = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise keys.error(f"layer_types is {kinds!r}, expected {num_layers} entries of {', '.join(known)}")
-    return [known[kind] for kind in kinds]

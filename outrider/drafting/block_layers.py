@@ -19,7 +19,7 @@ from outrider.drafting.block_config import BlockConfig, LayerMask
 from outrider.models.arch import expected_shapes
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
 from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
-from outrider.models.linear import Linear
+from outrider.models.linear import Linear, fused_linear
 
 
 def backbone_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -99,11 +99,11 @@ class _Layer:
         self.input_norm = RMSNorm(tensors[prefix + "input_layernorm.weight"], model.rms_norm_eps)
         self.post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], model.rms_norm_eps)
         # Queries apart from keys and values: context rows need only the latter, and no weight is held twice.
-        self.query = _fused(tensors, prefix + "self_attn.", ("q_proj",))
-        self.key_value = _fused(tensors, prefix + "self_attn.", ("k_proj", "v_proj"))
-        self.output = _fused(tensors, prefix + "self_attn.", ("o_proj",))
-        self.gate_up = _fused(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
-        self.down = _fused(tensors, prefix + "mlp.", ("down_proj",))
+        self.query = fused_linear(tensors, prefix + "self_attn.", ("q_proj",))
+        self.key_value = fused_linear(tensors, prefix + "self_attn.", ("k_proj", "v_proj"))
+        self.output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
+        self.gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
+        self.down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
         self.heads = Heads(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
@@ -128,11 +128,3 @@ class _Layer:
         batch, starts = rows.views[self.mask]
         attended = self.output(attend(qkv, batch, starts, self.heads, cache))
         return self.down(silu_mul(self.gate_up(self.post_norm(residual, attended))))
-
-
-def _fused(tensors: Mapping[str, Tensor], prefix: str, names: Sequence[str]) -> Linear:
-    """One product in place of several that read the same input."""
-    weights = [tensors[f"{prefix}{name}.weight"] for name in names]
-    biases = [tensors.get(f"{prefix}{name}.bias") for name in names]
-    given = [bias for bias in biases if bias is not None]
-    return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(given) if given else None)

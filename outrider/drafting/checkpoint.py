@@ -1,8 +1,9 @@
 """Published drafter checkpoints: a folder of config.json and safetensors, and which drafting method it is for.
 
-The one place that tells formats apart by their marks. What a format's keys mean is read by the method's own leaf; here
-nothing is renamed but the `model.` prefix that some exporters put before every tensor. Sources of the marks: vLLM 0.32
-`config/speculative.py` and `transformers_utils/configs/speculators`, and the published files themselves.
+The one place that tells formats apart by their marks, and that holds tensors against the shapes that a config asks for.
+What a format's keys mean is read by the method's own leaf; here nothing is renamed but the `model.` prefix that some
+exporters put before every tensor. Sources of the marks: vLLM 0.32 `config/speculative.py` and
+`transformers_utils/configs/speculators`, and the published files themselves.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from outrider.drafting.vocabulary import OFFSETS, UNREAD
+from outrider.errors import DrafterMismatch
 from outrider.models.arch import read_json
 from outrider.models.loading import load_tensors
 from outrider.models.store import resolve
 
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _PREFIX = "model."
+_INTEGERS = {OFFSETS: torch.int64, UNREAD: torch.bool}
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     source: str
 
+    def mismatch(self, what: str) -> DrafterMismatch:
+        """The error for this checkpoint."""
+        return DrafterMismatch(f"drafter {self.source} {what}", param="model")
+
 
 def read_checkpoint(name: str) -> Checkpoint:
     """Read a drafter's folder or hub name. Raises LoadError in one line. Cost: tensors are mapped, not copied."""
@@ -37,6 +47,50 @@ def read_checkpoint(name: str) -> Checkpoint:
     config = read_json(Path(folder) / "config.json")
     tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in load_tensors(folder).items()}
     return Checkpoint(config, tensors, str(folder))
+
+
+def check_tensors(checkpoint: Checkpoint, required: Shapes, optional: Shapes) -> None:
+    """Raise DrafterMismatch naming the first tensors that are missing, left over, of another shape or type, or hold a
+    value that is not finite. Cost: one pass over the weights.
+    """
+    tensors = checkpoint.tensors
+    if missing := [name for name in required if name not in tensors]:
+        raise checkpoint.mismatch(f"lacks {_some(missing)}, which its config asks for: fetch it again")
+    if left := sorted(tensors.keys() - required.keys() - optional.keys()):
+        raise checkpoint.mismatch(
+            f"has {_some(left)}, which its config has no use for: config and tensors do not belong"
+        )
+    for name, shape in {**required, **optional}.items():
+        if name in tensors:
+            _check_tensor(checkpoint, name, shape)
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    tensor = checkpoint.tensors[name]
+    if tuple(tensor.shape) != shape:
+        raise checkpoint.mismatch(f"has {name} of shape {list(tensor.shape)}, expected {list(shape)} from its config")
+    if name in _INTEGERS:
+        if tensor.dtype != _INTEGERS[name]:
+            raise checkpoint.mismatch(f"has {name} in {tensor.dtype}, expected {_INTEGERS[name]}")
+        return
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise checkpoint.mismatch(f"has {name} in {tensor.dtype}, expected bfloat16, float16 or float32")
+    # NaN and infinity show in the extremes, which cost one pass and no copy.
+    if not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
+        raise checkpoint.mismatch(f"has NaN or infinity in {name}, expected finite weights: fetch it again")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def placed(checkpoint: Checkpoint, like: Tensor) -> dict[str, Tensor]:
+    """The tensors that drafting reads, on the device of `like` and, weights, of its type."""
+    return {
+        name: tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+        for name, tensor in checkpoint.tensors.items()
+        if name != UNREAD
+    }
 
 
 def method_of(checkpoint: Checkpoint) -> str | None:

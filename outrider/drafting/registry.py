@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 _DRAFTERS = {
     "ngram": "outrider.drafters.ngram:NgramDrafter",
     "draft_model": "outrider.drafters.draft_model:DraftModelDrafter",
+    "eagle3": "outrider.drafters.eagle3:Eagle3Drafter",
     "dflash": "outrider.drafters.dflash:DFlashDrafter",
     "dspark": "outrider.drafters.dspark:DSparkDrafter",
 }

@@ -17,7 +17,7 @@ from outrider.drafting.base import TargetInfo
 from outrider.errors import DrafterMismatch
 from outrider.models.linear import Linear
 
-EMBEDDING, HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+EMBEDDING, HEAD, OFFSETS, UNREAD = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,16 @@ class DraftVocabulary:
         wide = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         wide[:, ids] = logits
         return wide
+
+
+def end_shapes(vocab_size: int, draft_vocab_size: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what a checkpoint may have for its two ends; `t2d` says for training what `d2t` says."""
+    return {
+        EMBEDDING: (vocab_size, width),
+        HEAD: (draft_vocab_size, width),
+        OFFSETS: (draft_vocab_size,),
+        UNREAD: (vocab_size,),
+    }
 
 
 def draft_vocabulary(

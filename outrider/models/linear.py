@@ -7,6 +7,7 @@ with it; elsewhere `torch.nn.functional.linear` runs. Not a torch.nn.Module: the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +58,14 @@ class Linear:
             x.data_ptr(), width, self._weight_at, self._bias_at, rows, self.out_features, width, y.data_ptr(), wide
         )
         return y
+
+
+def fused_linear(tensors: Mapping[str, Tensor], prefix: str, names: Sequence[str]) -> Linear:
+    """One product in place of several that read the same input: `names` of the tensors under a prefix, in order."""
+    weights = [tensors[f"{prefix}{name}.weight"] for name in names]
+    biases = [tensors.get(f"{prefix}{name}.bias") for name in names]
+    given = [bias for bias in biases if bias is not None]
+    return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(given) if given else None)
 
 
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:

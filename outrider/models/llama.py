@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.models.arch import ModelConfig
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
 from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
-from outrider.models.linear import Linear
+from outrider.models.linear import Linear, fused_linear
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Layer:
         prefix = f"model.layers.{index}."
         self.input_norm = RMSNorm(tensors[prefix + "input_layernorm.weight"], config.rms_norm_eps)
         self.post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
-        self.qkv = _fused(tensors, prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"))
-        self.output = _fused(tensors, prefix + "self_attn.", ("o_proj",))
-        self.gate_up = _fused(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
-        self.down = _fused(tensors, prefix + "mlp.", ("down_proj",))
+        self.qkv = fused_linear(tensors, prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"))
+        self.output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
+        self.gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
+        self.down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
         norms = [tensors[f"{prefix}self_attn.{name}_norm.weight"].float() for name in "qk" if config.qk_norm]
         self.heads = Heads(
             num_heads=config.num_heads,
@@ -105,11 +105,3 @@ class _Layer:
         rope_store(qkv, batch, self.heads, cache)
         attended = self.output(attend(qkv, batch, starts, self.heads, cache))
         return self.down(silu_mul(self.gate_up(self.post_norm(residual, attended))))
-
-
-def _fused(tensors: Mapping[str, Tensor], prefix: str, names: Sequence[str]) -> Linear:
-    """One product in place of several that read the same input."""
-    weights = [tensors[f"{prefix}{name}.weight"] for name in names]
-    biases = [tensors.get(f"{prefix}{name}.bias") for name in names]
-    given = [bias for bias in biases if bias is not None]
-    return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(given) if given else None)

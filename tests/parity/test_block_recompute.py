@@ -1,30 +1,26 @@
 """DFlash and DSpark as the engine runs them, cached and batched, against a recomputation of every round from nothing.
 
 What is verified follows a script, so that none, some and all drafts are accepted; what the drafter itself proposed is
-kept and compared. Caches start out as NaN, and after every step whatever lies beyond a sequence's computed rows, taps
-and draft layers alike, becomes NaN again: a rejected row that is read anywhere shows.
+kept and compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from outrider.drafting.base import DraftContext, Drafter
 from outrider.engine.engine import Engine
-from outrider.models.attention import Batch
 from outrider.models.llama import LlamaModel
-from outrider.types import Distributions, Proposal, Request
+from outrider.types import Request
 from tests.kit import block_checkpoints, scripted, tiny
 from tests.kit.block_checkpoints import Made
 from tests.kit.block_reference import BlockReference
+from tests.kit.overheard import Overheard, Round, rounds_of, taps_of
+from tests.kit.overheard import overheard as hear
 
 SEED = 5
 TEMPERATURE = 0.8
@@ -51,85 +47,8 @@ def requests_of(lengths: Sequence[int], **params: Any) -> list[Request]:
     ]
 
 
-@dataclass
-class Round:
-    """One request's part of one proposal."""
-
-    history: tuple[int, ...]
-    chain: tuple[int, ...]
-    rows: list[Distributions]
-    confidence: tuple[float, ...] | None
-
-
-class Overheard:
-    """Asks a drafter and keeps what it says, but proposes what a script says."""
-
-    def __init__(self, inner: Drafter, script: scripted.Scripted) -> None:
-        self.inner, self.script = inner, script
-        self.taps, self.needs_target_kv, self.trainable = inner.taps, inner.needs_target_kv, inner.trainable
-        self.rounds: list[Round] = []
-
-    def begin(self, slot: int) -> None:
-        self.inner.begin(slot)
-        self.script.begin(slot)
-
-    def end(self, slot: int) -> None:
-        self.inner.end(slot)
-        self.script.end(slot)
-
-    def propose(self, context: DraftContext) -> Proposal:
-        proposal = self.inner.propose(context)
-        row = 0
-        for index, chain in enumerate(proposal.tokens):
-            assert len(chain) == context.budgets[index]
-            probs, row = proposal.draft_probs, row + len(chain)
-            rows = [] if probs is None else [probs.row(r) for r in range(row - len(chain), row)]
-            confidence = None if proposal.confidence is None else proposal.confidence[index]
-            self.rounds.append(Round(tuple(context.histories[index].tolist()), chain, rows, confidence))
-        return self.script.propose(context)
-
-
-def spoil_unused(engine: Engine) -> None:
-    """NaN over every row that is not computed for good."""
-    assert isinstance(engine.drafter, Overheard)
-    layers = engine.drafter.inner._loop.cache  # type: ignore[attr-defined]
-    for sequence in engine.scheduler.running:
-        positions = np.arange(sequence.num_computed, len(sequence.blocks) * 16)
-        slots = torch.from_numpy(np.asarray(sequence.blocks)[positions // 16] * 16 + positions % 16)
-        for taps in engine.target.memory.taps.values():
-            taps[slots] = float("nan")
-        for layer in layers:
-            nothing = torch.full((len(slots), *layer.values.shape[1:]), float("nan"))
-            layer.scatter(slots, nothing, nothing)
-
-
 def overheard(model: LlamaModel, made: Made, folder: Path, script: scripted.Scripted, **settings: Any) -> Engine:
-    speculative = {"num_speculative_tokens": 6} | made.save(folder) | settings.pop("speculative", {})
-    engine = tiny.make_engine(model, speculative=speculative, **settings)
-    assert engine.drafter is not None
-    for layer in engine.drafter._loop.cache:  # type: ignore[attr-defined]
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
-    for taps in engine.target.memory.taps.values():
-        taps.fill_(float("nan"))
-    engine.drafter = Overheard(engine.drafter, script)
-    return engine
-
-
-def rounds_of(engine: Engine, requests: Sequence[Request]) -> list[Round]:
-    assert isinstance(engine.drafter, Overheard)
-    first = len(engine.drafter.rounds)
-    results = tiny.run(engine, requests, each_step=spoil_unused)
-    assert [result.stats and result.stats.drafting_error for result in results.values()] == [None] * len(requests)
-    return engine.drafter.rounds[first:]
-
-
-def taps_of(model: LlamaModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """The tapped states of a text, read afresh: [length, layers x width]."""
-    blocks = [list(range(-(-len(text) // 16)))]
-    none = np.zeros(0, dtype=np.int64)
-    batch = Batch.pack(np.array(text), [(0, len(text))], blocks, none, 16, model.device)
-    return torch.cat(model(batch, model.new_cache(16 * len(blocks[0])), layers).taps, dim=1)
+    return hear(model, made.save(folder) | settings.pop("speculative", {}), script, **settings)
 
 
 def compare(model: LlamaModel, made: Made, rounds: Sequence[Round], *, sampled: bool = False) -> None:

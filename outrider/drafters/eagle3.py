@@ -1,0 +1,306 @@
+"""EAGLE-3 and 3.1: a decoder layer over the target's inner states drafts one token after the other.
+
+Taps of three target layers (or as many as the checkpoint says) are fused into one state a row. The layer reads it
+beside the embedding of the row's next token; from the second draft on, its own output stands in for the target's state.
+The loop is `drafting/autoregressive.py`; here are the formats' settings, the network and its loading. Not here: heads
+that draft in parallel (P-EAGLE) and those with DeepSeek's attention. Sources: Li et al., "EAGLE-3", arXiv:2503.01840;
+vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`, `configs/speculators/algos.py`; DeepSpec `modeling/eagle3`. Legend:
+T rows, R last rows, D draft width, Dt target width, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculativeConfig
+from outrider.drafting.autoregressive import AutoregressiveLoop, first_seen, keep_rows
+from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.checkpoint import Checkpoint, check_tensors, placed, read_checkpoint
+from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
+from outrider.drafting.vocabulary import DraftVocabulary, draft_vocabulary, end_shapes
+from outrider.errors import DrafterMismatch
+from outrider.models.arch import ModelConfig, expected_shapes
+from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
+from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
+from outrider.models.linear import Linear, fused_linear
+from outrider.types import Proposal
+
+_NESTED = "eagle_config"
+_FIRST, _OLD_FIRST = "layers.0.", "midlayer."
+# The classes that files are written for, and whose layers they have; a name without Eagle3 means the one with it.
+_LLAMA = ("Llama", "MiniMaxM2", "Qwen2_5vl", "Qwen3vl")
+_FAMILY_OF = {f"Eagle3{name}ForCausalLM": "llama" for name in _LLAMA}
+_FAMILY_OF |= {"Eagle3Qwen3ForCausalLM": "qwen3", "LlamaForCausalLMEagle3": "llama", "Qwen3Eagle3Model": "qwen3"}
+# Where the tapped layers are listed: table, key, and what turns an entry into a number of layers that have run.
+_TAP_KEYS = (
+    (None, "eagle_aux_hidden_state_layer_ids", 0),
+    (None, "target_layer_ids", 1),
+    (_NESTED, "layer_ids", 0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """What an EAGLE-3 checkpoint's config says. `taps` count target layers that have run; `windows` has one a layer.
+
+    `norm_before_residual`: the first layer's residual starts from the normed state. `norm_before_fc`: one norm over all
+    taps; `fc_norm`: one for each of them. `norm_output`: the next draft's row reads the normed output. `fuses_taps`
+    False: the state is the target's last one, normed, and nothing is fused. `logit_scale` multiplies the logits.
+    """
+
+    model: ModelConfig
+    taps: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_target_layers: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fuses_taps: bool = True
+    logit_scale: float = 1.0
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], *, source: str, num_target_layers: int) -> Eagle3Config:
+        """From config.json, flat or in the Speculators format. Raises LoadError naming the key."""
+        keys = ConfigKeys(raw, source, _NESTED)
+        # The published implementations have no bias on the attention's output, whatever attention_bias says.
+        model = replace(layer_config(keys, _family(keys), ("llama", "qwen3")), output_bias=False)
+        fuses = keys.flag("use_aux_hidden_state", True)
+        slides = sliding_layers(keys, model.num_layers)
+        window = keys.count("sliding_window") if any(slides) else None
+        return cls(
+            model=model,
+            taps=_taps(keys, num_target_layers) if fuses else (num_target_layers,),
+            windows=tuple(window if slide else None for slide in slides),
+            draft_vocab_size=keys.count("draft_vocab_size", model.vocab_size),
+            target_hidden_size=keys.count("target_hidden_size", model.hidden_size),
+            num_target_layers=keys.count("num_target_layers", num_target_layers),
+            norm_before_residual=keys.flag("norm_before_residual", keys.is_speculators),
+            norm_before_fc=keys.flag("norm_before_fc", False),
+            fc_norm=keys.flag("fc_norm", False),
+            norm_output=keys.flag("norm_output", False),
+            fuses_taps=fuses,
+            logit_scale=keys.number("logit_scale", 1.0),
+        )
+
+    def shapes(self, first: str = _FIRST) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that the network must have; `first` is the prefix of its first layer."""
+        width, fused = self.model.hidden_size, len(self.taps) * self.target_hidden_size
+        layers = {name.removeprefix("model."): shape for name, shape in expected_shapes(self.model).items()}
+        shapes = {name: shape for name, shape in layers.items() if name.startswith("layers.")}
+        for name in ("q", "k", "v"):
+            key = f"{_FIRST}self_attn.{name}_proj.weight"
+            shapes[key] = (shapes[key][0], 2 * width)
+        shapes[_FIRST + "hidden_norm.weight"] = (width,)
+        shapes = {_renamed(name, _FIRST, first): shape for name, shape in shapes.items()}
+        shapes["norm.weight"] = (width,)
+        if self.fuses_taps:
+            shapes["fc.weight"] = (width, fused)
+            if self.norm_before_fc:
+                shapes["input_norm.weight"] = (fused,)
+            if self.fc_norm:
+                shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
+        return shapes
+
+
+def _renamed(name: str, prefix: str, other: str) -> str:
+    return other + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+
+def _family(keys: ConfigKeys) -> object:
+    """Whose layers the draft network has: as its class says, where it says one, else as its layers' model_type."""
+    keys.expect_kind("eagle3")
+    if keys.is_speculators or not keys.architectures:
+        return keys.layer_keys.get("model_type", "llama")
+    name = keys.architectures[0]
+    known = name if "Eagle3" in name else f"Eagle3{name}"
+    if known not in _FAMILY_OF:
+        raise keys.error(f"architectures names {name}, expected one of {', '.join(_FAMILY_OF)}")
+    return _FAMILY_OF[known]
+
+
+def _taps(keys: ConfigKeys, num_target_layers: int) -> tuple[int, ...]:
+    """The tapped layers, ascending; vLLM's choice for a file that names none."""
+    for table, key, offset in _TAP_KEYS:
+        holder = keys.raw if table is None else keys.raw.get(table)
+        ids = holder.get(key) if isinstance(holder, Mapping) else None
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry + offset >= 0 for entry in ids):
+            raise keys.error(f"{key} is {ids!r}, expected a list of layer numbers from {-offset}")
+        return tuple(sorted({entry + offset for entry in ids}))
+    return tuple(sorted({2, num_target_layers // 2, max(0, num_target_layers - 3)}))
+
+
+class Eagle3Drafter:
+    """Drafts token by token from the target's taps; `model` in the configuration names the checkpoint."""
+
+    needs_target_kv = False
+    trainable = False
+
+    def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
+        if config.model is None:
+            raise DrafterMismatch('eagle3 needs a drafter: add "model" to the speculative config', param="model")
+        checkpoint = read_checkpoint(config.model)
+        num_layers = target.model.config.num_layers
+        ours = Eagle3Config.read(checkpoint.config, source=checkpoint.source, num_target_layers=num_layers)
+        tensors = _checked(checkpoint, ours, target)
+        vocabulary = draft_vocabulary(
+            tensors,
+            target,
+            width=ours.model.hidden_size,
+            draft_vocab_size=ours.draft_vocab_size,
+            source=checkpoint.source,
+        )
+        self.taps = ours.taps
+        self._loop = AutoregressiveLoop(_Network(ours, tensors, vocabulary, target), vocabulary, self.taps, target)
+
+    def begin(self, slot: int) -> None:
+        """Nothing to prepare: what is filled is known by block."""
+
+    def end(self, slot: int) -> None:
+        """Nothing to release: the blocks are the target's."""
+
+    def propose(self, context: DraftContext) -> Proposal:
+        """As many drafts as wanted for each request. Cost: one pass over new rows, one row for each further draft."""
+        return self._loop.propose(context)
+
+
+def _checked(checkpoint: Checkpoint, config: Eagle3Config, target: TargetInfo) -> dict[str, Tensor]:
+    """The tensors, held against config and target, with the first layer under its present name."""
+    theirs, width = target.model.config, config.model.hidden_size
+    pairs = [
+        ("vocabulary", config.model.vocab_size, theirs.vocab_size),
+        ("target width", config.target_hidden_size, theirs.hidden_size),
+        ("number of target layers", config.num_target_layers, theirs.num_layers),
+    ]
+    for what, ours, given in pairs:
+        if ours != given:
+            raise checkpoint.mismatch(
+                f"has a {what} of {ours}, the target one of {given}: use the drafter of this target"
+            )
+    if config.taps[-1] > theirs.num_layers:
+        raise checkpoint.mismatch(f"reads layer {config.taps[-1]}, the target has {theirs.num_layers}: wrong target")
+    if config.draft_vocab_size > theirs.vocab_size:
+        raise checkpoint.mismatch(f"drafts from {config.draft_vocab_size} tokens, more than its {theirs.vocab_size}")
+    if not config.fuses_taps and width != theirs.hidden_size:
+        raise checkpoint.mismatch(f"has width {width} and no fc, the target's state is {theirs.hidden_size} wide")
+    fusion = checkpoint.tensors.get("fc.weight")
+    if fusion is not None and config.fuses_taps and tuple(fusion.shape) != config.shapes()["fc.weight"]:
+        layers = ", ".join(map(str, config.taps))
+        raise checkpoint.mismatch(
+            f"has fc.weight of shape {list(fusion.shape)}, expected {list(config.shapes()['fc.weight'])}"
+            f" for target layers {layers} of width {theirs.hidden_size}"
+        )
+    first = _OLD_FIRST if any(name.startswith(_OLD_FIRST) for name in checkpoint.tensors) else _FIRST
+    check_tensors(checkpoint, config.shapes(first), end_shapes(theirs.vocab_size, config.draft_vocab_size, width))
+    return {_renamed(name, first, _FIRST): t for name, t in placed(checkpoint, target.model.embedding).items()}
+
+
+class _Network:
+    """The draft network's weights, and its forward under the loop's layout."""
+
+    def __init__(
+        self, config: Eagle3Config, tensors: Mapping[str, Tensor], vocabulary: DraftVocabulary, target: TargetInfo
+    ) -> None:
+        model, eps = config.model, config.model.rms_norm_eps
+        self._config, self._embedding, self._head = config, vocabulary.embedding, vocabulary.head
+        # Drafts go as far as the target's text, whatever length the head was trained with.
+        tables = rope_tables(model.head_dim, target.max_len, model.rope_theta, model.rope_scaling)
+        rope = (tables[0].to(target.model.device), tables[1].to(target.model.device))
+        self._layers = [_Layer(config, tensors, index, rope) for index in range(model.num_layers)]
+        later = [f"layers.{index}.input_layernorm.weight" for index in range(1, model.num_layers)]
+        self._norms = [RMSNorm(tensors[name], eps) for name in later]
+        self._embedding_norm = RMSNorm(tensors[_FIRST + "input_layernorm.weight"], eps)
+        self._hidden_norm = RMSNorm(tensors[_FIRST + "hidden_norm.weight"], eps)
+        self._norm = RMSNorm(tensors["norm.weight"], eps)
+        self._target_norm = target.model.norm
+        self._fc = Linear(tensors["fc.weight"]) if config.fuses_taps else None
+        self._taps_norm = RMSNorm(tensors["input_norm.weight"], eps) if "input_norm.weight" in tensors else None
+        names = [f"fc_norm.{i}.weight" for i in range(len(config.taps))]
+        self._tap_norms = [RMSNorm(tensors[name], eps) for name in names if name in tensors]
+
+    def new_cache(self, num_slots: int) -> list[LayerCache]:
+        """Empty keys and values for that many slots, one entry a layer."""
+        model = self._config.model
+        return [LayerCache(num_slots, model.num_kv_heads, model.head_dim, self._embedding) for _ in self._layers]
+
+    def combine(self, taps: Sequence[Tensor]) -> Tensor:
+        """The state [T, D] of each row from K taps [T, Dt]; never for states of the network's own."""
+        if self._fc is None:
+            return self._target_norm(taps[0])
+        fused = torch.cat(list(taps), dim=1)
+        if self._taps_norm is not None:
+            fused = self._taps_norm(fused)
+        if self._tap_norms:
+            parts = [part.contiguous() for part in fused.chunk(len(taps), dim=1)]
+            fused = torch.cat([norm(part) for norm, part in zip(self._tap_norms, parts, strict=True)], dim=1)
+        return self._fc(fused)
+
+    def forward(self, ids: Tensor, hidden: Tensor, batch: Batch, cache: Sequence[LayerCache]) -> tuple[Tensor, Tensor]:
+        """Normed states [R, D] of the batch's `logit_rows`, and what the next draft's rows read."""
+        embedded, normed = self._embedding_norm(take_rows(self._embedding, ids)), self._hidden_norm(hidden)
+        inputs = torch.cat([embedded, normed], dim=1)
+        residual = normed if self._config.norm_before_residual else hidden
+        for layer, norm, entry in zip(self._layers, self._norms, cache, strict=False):
+            inputs = norm(residual, layer(inputs, residual, batch, entry))
+        rows = batch.logit_rows
+        if len(rows) < len(ids):
+            # Of the other rows nothing is wanted but the last layer's keys and values.
+            self._layers[-1].fill(inputs, batch, cache[-1])
+            inputs, residual, batch = take_rows(inputs, rows), take_rows(residual, rows), keep_rows(batch, rows)
+        states = self._norm(residual, self._layers[-1](inputs, residual, batch, cache[-1]))
+        return states, states if self._config.norm_output else residual
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [R, Vd] float32."""
+        logits = self._head(states, wide=True)
+        return logits if self._config.logit_scale == 1 else logits * self._config.logit_scale
+
+
+class _Layer:
+    """One decoder layer after its input norms, which differ between the first layer and others."""
+
+    def __init__(
+        self, config: Eagle3Config, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, Tensor]
+    ) -> None:
+        model, prefix = config.model, f"layers.{index}."
+        self._window = config.windows[index]
+        self._post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], model.rms_norm_eps)
+        # Queries apart from keys and values: most rows of a first pass need only the latter.
+        self._query = fused_linear(tensors, prefix + "self_attn.", ("q_proj",))
+        self._key_value = fused_linear(tensors, prefix + "self_attn.", ("k_proj", "v_proj"))
+        self._output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
+        self._gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
+        self._down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
+        norms = [tensors[f"{prefix}self_attn.{name}_norm.weight"].float() for name in "qk" if model.qk_norm]
+        self._heads = Heads(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            cosine=rope[0],
+            sine=rope[1],
+            scale=model.head_dim**-0.5,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
+            norm_eps=model.rms_norm_eps,
+        )
+        self._no_query = replace(self._heads, num_heads=0, q_norm=None)
+
+    def fill(self, inputs: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Write the rows' keys and values, and no more."""
+        rope_store(self._key_value(inputs), batch, self._no_query, cache)
+
+    def __call__(self, inputs: Tensor, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """What the layer adds to the residual [T, D], which has taken in the attention's part already."""
+        qkv = torch.cat([self._query(inputs), self._key_value(inputs)], dim=1)
+        rope_store(qkv, batch, self._heads, cache)
+        attended = self._output(attend(qkv, batch, first_seen(batch, self._window), self._heads, cache))
+        return self._down(silu_mul(self._gate_up(self._post_norm(residual, attended))))

@@ -1,0 +1,113 @@
+"""Hears what a drafter with a cache proposes inside the engine, while a script decides what is verified.
+
+So none, some and all drafts are accepted, and every proposal can be held against a recomputation from nothing. Caches
+start out as NaN, and after every step whatever is not there for good, taps and draft layers alike, becomes NaN again: a
+rejected row that is read anywhere shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.drafting.base import DraftContext, Drafter
+from outrider.engine.engine import Engine
+from outrider.models.attention import Batch, LayerCache
+from outrider.models.llama import LlamaModel
+from outrider.types import Distributions, Proposal, Request
+from tests.kit import scripted, tiny
+
+
+@dataclass
+class Round:
+    """One request's part of one proposal."""
+
+    history: tuple[int, ...]
+    chain: tuple[int, ...]
+    rows: list[Distributions]
+    confidence: tuple[float, ...] | None
+
+
+class Overheard:
+    """Asks a drafter and keeps what it says, but proposes what a script says."""
+
+    def __init__(self, inner: Drafter, script: scripted.Scripted) -> None:
+        self.inner, self.script = inner, script
+        self.taps, self.needs_target_kv, self.trainable = inner.taps, inner.needs_target_kv, inner.trainable
+        self.rounds: list[Round] = []
+
+    def begin(self, slot: int) -> None:
+        self.inner.begin(slot)
+        self.script.begin(slot)
+
+    def end(self, slot: int) -> None:
+        self.inner.end(slot)
+        self.script.end(slot)
+
+    def propose(self, context: DraftContext) -> Proposal:
+        proposal = self.inner.propose(context)
+        row = 0
+        for index, chain in enumerate(proposal.tokens):
+            assert len(chain) == context.budgets[index]
+            probs, row = proposal.draft_probs, row + len(chain)
+            rows = [] if probs is None else [probs.row(r) for r in range(row - len(chain), row)]
+            confidence = None if proposal.confidence is None else proposal.confidence[index]
+            self.rounds.append(Round(tuple(context.histories[index].tolist()), chain, rows, confidence))
+        return self.script.propose(context)
+
+
+def spoil_unused(engine: Engine) -> None:
+    """NaN over every row of the taps that is not computed for good, and of the drafter's cache that is not filled."""
+    assert isinstance(engine.drafter, Overheard)
+    loop = engine.drafter.inner._loop  # type: ignore[attr-defined]
+    for sequence in engine.scheduler.running:
+        for taps in engine.target.memory.taps.values():
+            taps[_slots(sequence.blocks, sequence.num_computed)] = float("nan")
+        filled = loop._filled.count(sequence.blocks, sequence.num_computed)
+        for layer in loop.cache:
+            _spoil(layer, _slots(sequence.blocks, filled))
+
+
+def _slots(blocks: Sequence[int], first: int) -> Tensor:
+    positions = np.arange(first, len(blocks) * 16)
+    return torch.from_numpy(np.asarray(blocks)[positions // 16] * 16 + positions % 16)
+
+
+def _spoil(layer: LayerCache, slots: Tensor) -> None:
+    nothing = torch.full((len(slots), *layer.values.shape[1:]), float("nan"))
+    layer.scatter(slots, nothing, nothing)
+
+
+def overheard(model: LlamaModel, speculative: Mapping[str, Any], script: scripted.Scripted, **settings: Any) -> Engine:
+    """An engine over the configured drafter, heard, with a script that decides."""
+    engine = tiny.make_engine(model, speculative={"num_speculative_tokens": 6} | dict(speculative), **settings)
+    assert engine.drafter is not None
+    for layer in engine.drafter._loop.cache:  # type: ignore[attr-defined]
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    for taps in engine.target.memory.taps.values():
+        taps.fill_(float("nan"))
+    engine.drafter = Overheard(engine.drafter, script)
+    return engine
+
+
+def rounds_of(engine: Engine, requests: Sequence[Request]) -> list[Round]:
+    """Run the requests; what was proposed for them."""
+    assert isinstance(engine.drafter, Overheard)
+    first = len(engine.drafter.rounds)
+    results = tiny.run(engine, requests, each_step=spoil_unused)
+    assert [result.stats and result.stats.drafting_error for result in results.values()] == [None] * len(requests)
+    return engine.drafter.rounds[first:]
+
+
+def taps_of(model: LlamaModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The tapped states of a text, read afresh: [length, layers x width]."""
+    blocks = [list(range(-(-len(text) // 16)))]
+    none = np.zeros(0, dtype=np.int64)
+    batch = Batch.pack(np.array(text), [(0, len(text))], blocks, none, 16, model.device)
+    return torch.cat(model(batch, model.new_cache(16 * len(blocks[0])), layers).taps, dim=1)
