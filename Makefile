@@ -20,13 +20,13 @@ help:
 
 env: .venv/ready
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml zoo/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
 	@echo "installing torch $(TORCH)"
 	@$(PIP) "torch==$(TORCH)" $(QUIET)
 	@echo "installing outrider and its tools"
-	@$(PIP) -e ".[dev]" $(QUIET)
+	@$(PIP) -e ".[dev]" -e ./zoo $(QUIET)
 	@$(BIN)/outrider --help > /dev/null
 	@touch $@
 

@@ -66,11 +66,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made and verified: vLLM's `--speculative-config`, key by key. Build it with `parse`."""
+    """How drafts are made and verified: vLLM's `--speculative-config`, key by key. Build it with `parse`.
 
-    method: str
-    num_speculative_tokens: int
-    model: str | None = _describe("the drafter's folder, file or name", None)
+    What is left out of `method`, `num_speculative_tokens` and `model` may be the drafter's or the zoo's to say:
+    `drafting.registry.resolve` fills it in before anything drafts, and until then it is "", 0 and None.
+    """
+
+    method: str = _describe("the drafting method; none takes the one that model is for", "")
+    num_speculative_tokens: int = _describe("N, draft tokens for a request and round; none takes the drafter's", 0)
+    model: str | None = _describe("the drafter's folder, file or name; none takes the zoo's for this target", None)
     max_model_len: int | None = _describe("beyond this length a request goes on without drafts", None)
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _describe(
         "(first, last, N) by number of requests in the step", ()
@@ -88,9 +92,9 @@ class SpeculativeConfig:
     prompt_lookup_min: int = _describe("ngram: shortest suffix to look up", 5)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or not self.method:
+        if not isinstance(self.method, str):
             raise ConfigError(f"method is {self.method!r}, expected the name of a drafting method", param="method")
-        _check_int("num_speculative_tokens", self.num_speculative_tokens, least=1)
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, least=0)
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"model is {self.model!r}, expected a folder, file or name", param="model")
         if self.max_model_len is not None:
@@ -126,12 +130,13 @@ class SpeculativeConfig:
             )
         if rates:
             _check_rates(rates, self.num_speculative_tokens)
-        elif not _is_number(length) or not 1 <= float(length or 0) <= self.num_speculative_tokens + 1:
-            raise ConfigError(
-                f"synthetic_acceptance_length is {length!r}, expected from 1 to num_speculative_tokens + 1 = "
-                f"{self.num_speculative_tokens + 1}",
-                param="synthetic_acceptance_length",
-            )
+        else:
+            _check_mean_length(length, self.num_speculative_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether method and N are known."""
+        return bool(self.method and self.num_speculative_tokens)
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
@@ -144,10 +149,11 @@ class SpeculativeConfig:
     def as_json(self) -> dict[str, Any]:
         """The settings as plain data that `parse` reads again."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {key: value for key, value in values.items() if value not in (None, ())}
+        return {key: value for key, value in values.items() if value not in (None, (), "", 0)}
 
     def num_tokens_for(self, num_requests: int) -> int:
         """N for a step with that many requests; gaps and the tail of the schedule keep the previous entry's N."""
+        assert self.is_complete, "registry.resolve comes first"
         num_tokens = self.num_speculative_tokens
         for first, _, scheduled in self.num_speculative_tokens_per_batch_size:
             if num_requests >= first:
@@ -156,7 +162,10 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
-        """Read vLLM's JSON, text or mapping; dashes in keys count as underscores. Raises ConfigError naming the key."""
+        """Read vLLM's JSON, text or mapping; dashes in keys count as underscores. Raises ConfigError naming the key.
+
+        Without `num_speculative_tokens`, or with `model` and without `method`, the result is not complete yet.
+        """
         if isinstance(source, SpeculativeConfig):
             return source
         settings = _read_object(source)
@@ -169,10 +178,12 @@ class SpeculativeConfig:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
             raise ConfigError(f"speculative config: unknown key {key!r}; {hint}", param=key)
-        if settings.get("method") is None:
+        if settings.get("method") is None and settings.get("model") is None:
             raise ConfigError('speculative config: method is missing, e.g. {"method": "ngram"}', param="method")
-        if settings.get("num_speculative_tokens") is None:
-            raise ConfigError("speculative config: num_speculative_tokens is missing", param="num_speculative_tokens")
+        if settings.get("method") == "":
+            raise ConfigError("method is '', expected the name of a drafting method", param="method")
+        if settings.get("num_speculative_tokens") is not None:
+            _check_int("num_speculative_tokens", settings["num_speculative_tokens"], least=1)
         # vLLM: both missing means 5 and 5; one given sets the other to it.
         lookups = [settings.get(key) for key in ("prompt_lookup_min", "prompt_lookup_max")]
         if lookups != [None, None]:
@@ -266,7 +277,7 @@ def _check_rates(rates: tuple[float, ...], num_tokens: int) -> None:
     name = "synthetic_acceptance_rates"
     if not isinstance(rates, tuple):
         raise ConfigError(f"{name} is {rates!r}, expected a list of numbers", param=name)
-    if len(rates) != num_tokens:
+    if num_tokens and len(rates) != num_tokens:
         raise ConfigError(
             f"{name} has {len(rates)} entries, expected num_speculative_tokens = {num_tokens}", param=name
         )
@@ -274,6 +285,17 @@ def _check_rates(rates: tuple[float, ...], num_tokens: int) -> None:
         raise ConfigError(f"{name} is {list(rates)}, expected numbers from 0 to 1", param=name)
     if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
         raise ConfigError(f"{name} is {list(rates)}, expected rates that do not rise", param=name)
+
+
+def _check_mean_length(length: object, num_tokens: int) -> None:
+    """A mean acceptance length, target's token included; `num_tokens` 0 is not known yet and bounds nothing."""
+    most = num_tokens + 1 if num_tokens else float("inf")
+    if not _is_number(length) or not 1 <= float(length) <= most:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"synthetic_acceptance_length is {length!r}, expected from 1 to num_speculative_tokens + 1"
+            + (f" = {most}" if num_tokens else ""),
+            param="synthetic_acceptance_length",
+        )
 
 
 def _check_schedule(schedule: tuple[tuple[int, int, int], ...]) -> None:

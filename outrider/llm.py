@@ -118,12 +118,19 @@ class LLM:
         other._start_engine(self.engine.model, fresh, _speculative_config(speculative_config))
         return other
 
+    def complete(self, speculative_config: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
+        """Drafting settings with what they leave to the drafter or the zoo filled in, as `sibling` would have them.
+
+        Raises ConfigError, LoadError, DrafterMismatch.
+        """
+        return registry.resolve(SpeculativeConfig.parse(speculative_config), self.engine.model)
+
     def _start_engine(self, target: LlamaModel, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
         memory = TargetMemory(target, pool.num_blocks * pool.block_size)
         info = TargetInfo(target, pool, memory, self.max_len)
-        drafter = None if speculative is None else registry.create(speculative, info)
-        self.speculative = speculative
-        self.engine = Engine(info, self.config, speculative, drafter)
+        self.speculative = None if speculative is None else registry.resolve(speculative, target)
+        drafter = None if self.speculative is None else registry.create(self.speculative, info)
+        self.engine = Engine(info, self.config, self.speculative, drafter)
         self._mail: dict[str, deque[StepOutput]] = {}
 
     def generate(

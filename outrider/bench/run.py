@@ -70,8 +70,8 @@ class Bench:
     def __init__(
         self, plain: LLM, configs: Sequence[SpeculativeConfig], items: Sequence[Item], plan: BenchPlan
     ) -> None:
-        self.configs, self.items, self.plan = tuple(configs), tuple(items), plan
-        self.engines = (plain, *(plain.sibling(config) for config in configs))
+        self.configs, self.items, self.plan = tuple(map(plain.complete, configs)), tuple(items), plan
+        self.engines = (plain, *(plain.sibling(config) for config in self.configs))
         self.groups = in_groups(len(items), plan.concurrency)
         self.rounds: list[Round] = []
 

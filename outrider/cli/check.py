@@ -52,6 +52,7 @@ def run(options: CheckOptions) -> None:
     prompts = _prompts(options)
     params = replace(options.params(), seed=options.seed or 0)
     plain = options.load_plain()
+    configs = [plain.complete(config) for config in configs]
     from outrider.cli.progress import ProgressBars
     from outrider.evaluate.check import SECTIONS, Checker, CheckPlan, CheckReport
     from outrider.evaluate.conversation import items_of

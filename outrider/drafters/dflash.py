@@ -1,24 +1,27 @@
 """DFlash: one pass over a block of mask tokens drafts all of it, reading the target's states in every layer.
 
 The drafts of a round are independent of each other given the text, so they are drawn at once. The loop and the layers
-are in `drafting`; here are the method's own settings and its sampling. DeepSpec's `dflash_*` checkpoints, DSpark
-networks without a correction, run here too, in the layout that predicts from the anchor on. Sources: Chen et al.,
-"DFlash: Block Diffusion for Flash Speculative Decoding", z-lab/dflash; vLLM 0.32 `qwen3_dflash.py`.
+are in `drafting`; here are the method's own settings, read and written, and its sampling. DeepSpec's `dflash_*`
+checkpoints, DSpark networks without a correction, run here too, in the layout that predicts from the anchor on.
+Sources: Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", z-lab/dflash; vLLM 0.32
+`qwen3_dflash.py` and `configs/speculators/algos.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.block import split_chains
 from outrider.drafting.block_config import NESTED, BlockConfig, read_block_config
+from outrider.drafting.block_export import BlockExport
 from outrider.drafting.block_loading import load_block
-from outrider.drafting.checkpoint import read_checkpoint
+from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.export import ExportTarget, Limit, Written
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.sampling import distributions, draft_group, draw, greedy
 from outrider.types import Proposal
@@ -95,3 +98,46 @@ class DFlashDrafter:
         groups = [draft_group(group, 0, budget) for group, budget in pairs if budget]
         drawn_from = distributions(self._vocabulary.widen(logits), groups)
         return Proposal(split_chains(draw(drawn_from, groups, context.purpose), budgets), drawn_from)
+
+
+class DFlashExporter:
+    """One checkpoint, to be written in the Speculators format, z-lab's flat one, or DeepSpec's.
+
+    z-lab's own code embeds and scores with the target's matrices, whatever the file holds. vLLM would read others from
+    it, but then one file would draft differently here and there: z-lab's format is for drafters whose ends are the
+    target's. DeepSpec's file is a DSpark network without a correction.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: ExportTarget) -> None:
+        config = DFlashConfig.read(checkpoint.config, source=checkpoint.source)
+        extras = {} if config.logit_scale == 1 else {"logit_scale": config.logit_scale}
+        self._config, self._block = config, BlockExport(checkpoint, config.block, {}, extras, target)
+        self.meaning = replace(config, block=self._block.meaning)
+        self.default_tokens = self._block.default_tokens
+        self.formats = {"speculators": self._speculators, "z-lab": self._zlab, "deepspec": self._deepspec}
+
+    def _speculators(self, num_speculative_tokens: int) -> Written:
+        # The format's readers take its one key for all layers alike, whatever their kinds.
+        mixed = None if self._block.uniform is not None else "one for sliding, another for full layers"
+        self._block.require("speculators", [Limit("causality of layers", mixed, None, "take --format z-lab")])
+        return self._block.speculators("dflash", "DFlashSpeculator", num_speculative_tokens)
+
+    def _zlab(self, _: int) -> Written:
+        block, ends, own = self._config.block, self._block.ends, "its own, not the target's"
+        limits = [
+            Limit("sample_from_anchor", block.sample_from_anchor, False),
+            Limit("draft_vocab_size", block.draft_vocab_size, block.model.vocab_size),
+            Limit("target_hidden_size", block.target_hidden_size, block.model.hidden_size),
+            Limit("embed_tokens", None if ends.embedding is None else own, None),
+            Limit("lm_head", None if ends.head is None else own, None),
+        ]
+        self._block.require("z-lab", limits)
+        nested: dict[str, Any] = {"mask_token_id": block.mask_token_id, "target_layer_ids": self._block.layer_ids()}
+        if self._block.causal is not None:
+            nested["causal"] = self._block.causal
+        table = {"architectures": ["DFlashDraftModel"]} | self._block.layers() | self._block.flat_keys()
+        return Written(table | {NESTED: nested}, self._block.network())
+
+    def _deepspec(self, _: int) -> Written:
+        written = self._block.deepspec([Limit("logit_scale", self._config.logit_scale, 1.0)])
+        return Written(written.config | {"markov_rank": 0, "enable_confidence_head": False}, written.tensors)

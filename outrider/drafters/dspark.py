@@ -22,9 +22,11 @@ from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.block import split_chains
 from outrider.drafting.block_config import NESTED, BlockConfig, read_block_config
+from outrider.drafting.block_export import BlockExport
 from outrider.drafting.block_loading import load_block
-from outrider.drafting.checkpoint import read_checkpoint
+from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.export import ExportTarget, Limit, Written, values
 from outrider.drafting.vocabulary import DraftVocabulary
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.models.layers import take_rows
@@ -239,3 +241,35 @@ class _Chains:
         entries, starts = entries_of(by_step.starts.numpy(), order)
         chosen = torch.from_numpy(entries)
         return Distributions(by_step.ids[chosen], by_step.probs[chosen], torch.from_numpy(starts))
+
+
+class DSparkExporter:
+    """One checkpoint, to be written in the Speculators format or DeepSpec's.
+
+    DeepSpec's networks see the whole block and all of the text, predict from the anchor on, draft from the whole
+    vocabulary, and store copies of the target's ends. Every Markov head is in both formats; vLLM 0.32 runs vanilla's.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: ExportTarget) -> None:
+        config = DSparkConfig.read(checkpoint.config, source=checkpoint.source)
+        extras = {} if config.draft_topk is None else {"dspark_draft_topk": config.draft_topk}
+        self._config = config
+        self._block = BlockExport(checkpoint, config.block, config.shapes(), extras, target)
+        self.meaning = replace(config, block=self._block.meaning)
+        self.default_tokens = self._block.default_tokens
+        self.formats = {"speculators": self._speculators, "deepspec": self._deepspec}
+        names = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+        self._heads = values(config, names)
+
+    def _speculators(self, num_speculative_tokens: int) -> Written:
+        self._block.require("speculators", [])
+        written = self._block.speculators("dspark", "DSparkSpeculator", num_speculative_tokens)
+        if self._block.causal is not None:
+            # For this method vLLM goes by the layers' kinds and not by sliding_window_non_causal.
+            written.config["transformer_layer_config"]["is_causal"] = self._block.causal
+        return Written(written.config | self._heads, written.tensors)
+
+    def _deepspec(self, _: int) -> Written:
+        in_use = 'give it in the speculative config, as "dspark_draft_topk", and take it out of config.json'
+        written = self._block.deepspec([Limit("dspark_draft_topk", self._config.draft_topk, None, in_use)])
+        return Written(written.config | self._heads, written.tensors)

@@ -2,10 +2,10 @@
 
 Taps of three target layers (or as many as the checkpoint says) are fused into one state a row. The layer reads it
 beside the embedding of the row's next token; from the second draft on, its own output stands in for the target's state.
-The loop is `drafting/autoregressive.py`; here are the formats' settings, the network and its loading. Not here: heads
-that draft in parallel (P-EAGLE) and those with DeepSeek's attention. Sources: Li et al., "EAGLE-3", arXiv:2503.01840;
-vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`, `configs/speculators/algos.py`; DeepSpec `modeling/eagle3`. Legend:
-T rows, R last rows, D draft width, Dt target width, K taps.
+The loop is `drafting/autoregressive.py`; here are the formats' settings, read and written, the network and its loading.
+Not here: heads that draft in parallel (P-EAGLE) and those with DeepSeek's attention. Sources: Li et al., "EAGLE-3",
+arXiv:2503.01840; vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`, `configs/speculators/algos.py`; DeepSpec
+`modeling/eagle3`. Legend: T rows, R last rows, D draft width, Dt target width, K taps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from outrider.drafting.autoregressive import AutoregressiveLoop, first_seen, kee
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.checkpoint import Checkpoint, check_tensors, placed, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
-from outrider.drafting.vocabulary import DraftVocabulary, draft_vocabulary, end_shapes
+from outrider.drafting.export import (
+    Ends,
+    ExportTarget,
+    Limit,
+    Written,
+    comparable,
+    layer_keys,
+    require,
+    speculators_keys,
+    values,
+)
+from outrider.drafting.vocabulary import EMBEDDING, HEAD, DraftVocabulary, draft_vocabulary, end_shapes
 from outrider.errors import DrafterMismatch
 from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
@@ -108,6 +119,10 @@ class Eagle3Config:
             if self.fc_norm:
                 shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
         return shapes
+
+
+def _first_of(checkpoint: Checkpoint) -> str:
+    return _OLD_FIRST if any(name.startswith(_OLD_FIRST) for name in checkpoint.tensors) else _FIRST
 
 
 def _renamed(name: str, prefix: str, other: str) -> str:
@@ -199,9 +214,78 @@ def _checked(checkpoint: Checkpoint, config: Eagle3Config, target: TargetInfo) -
             f"has fc.weight of shape {list(fusion.shape)}, expected {list(config.shapes()['fc.weight'])}"
             f" for target layers {layers} of width {theirs.hidden_size}"
         )
-    first = _OLD_FIRST if any(name.startswith(_OLD_FIRST) for name in checkpoint.tensors) else _FIRST
+    first = _first_of(checkpoint)
     check_tensors(checkpoint, config.shapes(first), end_shapes(theirs.vocab_size, config.draft_vocab_size, width))
     return {_renamed(name, first, _FIRST): t for name, t in placed(checkpoint, target.model.embedding).items()}
+
+
+class Eagle3Exporter:
+    """One checkpoint, to be written in the Speculators format, EAGLE's flat one, or DeepSpec's.
+
+    The flat file is the one that vLLM and SpecForge read today, 3.1 included; since they differ in what a missing norm
+    key means, each is written out. DeepSpec's class has none of these keys.
+    """
+
+    default_tokens = 3
+
+    def __init__(self, checkpoint: Checkpoint, target: ExportTarget) -> None:
+        num_layers = target.config.num_layers
+        config = Eagle3Config.read(checkpoint.config, source=checkpoint.source, num_target_layers=num_layers)
+        self.meaning = replace(config, model=comparable(config.model))
+        self.formats = {"speculators": self._speculators, "eagle": self._eagle, "deepspec": self._deepspec}
+        self._config, self._checkpoint, self._target = config, checkpoint, target
+        self._norms = values(config, ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+        self._sizes = values(config, ("draft_vocab_size", "target_hidden_size"))
+        self._layers = layer_keys(config.model, config.windows, config.logit_scale)
+        # vLLM's Llama class counts three taps, however many are listed, unless this key says otherwise.
+        self._num_taps = {"num_aux_hidden_states": len(config.taps)} if config.fuses_taps else {}
+
+    def _speculators(self, num_speculative_tokens: int) -> Written:
+        config, flat = self._config, "take --format eagle"
+        both = Limit("fc_norm beside norm_before_fc", config.fc_norm and config.norm_before_fc, False, flat)
+        require(self._checkpoint, "speculators", [Limit("use_aux_hidden_state", config.fuses_taps, True, flat), both])
+        layers = self._layers | self._num_taps
+        table = speculators_keys("eagle3", "Eagle3Speculator", layers, self._target, num_speculative_tokens)
+        table |= {"eagle_aux_hidden_state_layer_ids": list(config.taps), "num_target_layers": config.num_target_layers}
+        return self._written(table | self._sizes | self._norms, _FIRST, (HEAD,))
+
+    def _eagle(self, _: int) -> Written:
+        config = self._config
+        limits = [
+            Limit("model_type", config.model.model_type, "llama"),
+            Limit("num_hidden_layers", config.model.num_layers, 1),
+        ]
+        require(self._checkpoint, "eagle", limits)
+        taps = {"eagle_aux_hidden_state_layer_ids": list(config.taps)} if config.fuses_taps else {}
+        table = {"architectures": ["LlamaForCausalLMEagle3"]} | self._layers | self._sizes | self._norms
+        own = {"use_aux_hidden_state": config.fuses_taps, "norm_before_fc": config.norm_before_fc} | taps
+        return self._written(table | taps | self._num_taps | {_NESTED: own}, _OLD_FIRST, (HEAD,))
+
+    def _deepspec(self, _: int) -> Written:
+        config, model = self._config, self._config.model
+        limits = [
+            Limit("model_type", model.model_type, "qwen3"),
+            Limit("num_hidden_layers", model.num_layers, 1),
+            Limit("draft_vocab_size", config.draft_vocab_size, model.vocab_size),
+            Limit("target_hidden_size", config.target_hidden_size, model.hidden_size),
+            Limit("use_aux_hidden_state", config.fuses_taps, True),
+            *(Limit(key, given, False) for key, given in self._norms.items()),
+            Limit("logit_scale", config.logit_scale, 1.0),
+            Limit("attention_bias", model.attention_bias, False),
+            Limit("sliding_window", config.windows[0], None),
+        ]
+        require(self._checkpoint, "deepspec", limits)
+        # Numbered by the layer whose output it is; -1 is the embedding's.
+        taps = {"target_layer_ids": [tap - 1 for tap in config.taps], "num_target_layers": config.num_target_layers}
+        table = {"architectures": ["Qwen3Eagle3Model"]} | self._layers | {"layer_types": ["full_attention"]}
+        return self._written(table | taps, _FIRST, (EMBEDDING, HEAD))
+
+    def _written(self, table: dict[str, Any], first: str, fill: Sequence[str]) -> Written:
+        """With the network's tensors, its first layer under that prefix, and the ends."""
+        config, tensors = self._config, self._checkpoint.tensors
+        pairs = zip(config.shapes(first), config.shapes(_first_of(self._checkpoint)), strict=True)
+        ends = Ends.of(self._checkpoint, self._target, config.draft_vocab_size)
+        return Written(table, {name: tensors[old] for name, old in pairs} | ends.tensors(self._target, fill))
 
 
 class _Network:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import OFFSETS, UNREAD
 from outrider.errors import DrafterMismatch
 from outrider.models.arch import read_json
@@ -132,3 +133,13 @@ def _method_by_tensors(tensors: Mapping[str, Tensor]) -> str | None:
     if query.shape[1] == 2 * fusion.shape[0]:
         return "eagle3"
     return "dflash" if "hidden_norm.weight" in tensors else None
+
+
+def stated_length(config: Mapping[str, Any], source: str) -> int | None:
+    """The N that a Speculators file was trained for, None where it states none. Raises LoadError naming the key."""
+    table = config.get("speculators_config")
+    methods = table.get("proposal_methods") if isinstance(table, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    if not isinstance(first, Mapping) or first.get("speculative_tokens") is None:
+        return None
+    return ConfigKeys(first, f"{source} (proposal_methods)", "").count("speculative_tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,52 @@ def test_a_wrong_value_is_refused_naming_key_value_and_what_is_allowed(key: str,
     assert re.search(expected, str(error))
 
 
-@pytest.mark.parametrize("key", ["method", "num_speculative_tokens"])
-def test_what_must_be_given_is_asked_for(key: str) -> None:
-    for settings in ({k: v for k, v in LEAST.items() if k != key}, LEAST | {key: None}):
+def test_a_method_or_a_model_must_be_given() -> None:
+    for settings in (
+        {},
+        {"num_speculative_tokens": 3},
+        LEAST | {"method": None},
+        LEAST | {"method": None, "model": None},
+    ):
         error = refused(settings)
-        assert error.param == key
+        assert error.param == "method"
         assert "missing" in str(error)
+
+
+INCOMPLETE: list[dict[str, Any]] = [
+    {"method": "ngram"},
+    {"method": "ngram", "num_speculative_tokens": None},
+    {"model": "some/folder"},
+    {"model": "some/folder", "method": None, "num_speculative_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("settings", INCOMPLETE)
+def test_what_a_drafter_may_say_can_be_left_out(settings: dict[str, Any]) -> None:
+    config = SpeculativeConfig.parse(settings)
+    given = {key: value for key, value in settings.items() if value is not None}
+    assert not config.is_complete
+    assert {key: config.as_json().get(key) for key in (*LEAST, "model")} == dict.fromkeys([*LEAST, "model"]) | given
+    assert SpeculativeConfig.parse(config.as_json()) == config
+    assert replace(config, **LEAST) == SpeculativeConfig.parse(given | LEAST)
+
+
+def test_a_configuration_with_method_and_n_is_complete() -> None:
+    assert SpeculativeConfig.parse(LEAST).is_complete
+
+
+def test_synthetic_rates_wait_for_n_and_are_held_against_it_then() -> None:
+    open_ended = {key: value for key, value in SYNTHETIC.items() if key != "num_speculative_tokens"}
+    config = SpeculativeConfig.parse(open_ended | {"synthetic_acceptance_rates": [0.5, 0.2]})
+    assert replace(config, num_speculative_tokens=2).synthetic_rates == (0.5, 0.2)
+    with pytest.raises(ConfigError, match="2 entries"):
+        replace(config, num_speculative_tokens=3)
+    config = SpeculativeConfig.parse(open_ended | {"synthetic_acceptance_length": 3.5})
+    assert replace(config, num_speculative_tokens=3).synthetic_rates == (1.0, 1.0, 0.5)
+    with pytest.raises(ConfigError, match="= 3"):
+        replace(config, num_speculative_tokens=2)
+    for wrong in ({"synthetic_acceptance_rates": [0.2, 0.5]}, {"synthetic_acceptance_length": 0.5}, {}):
+        assert refused(open_ended | wrong).param.startswith("synthetic_acceptance")  # type: ignore[union-attr]
 
 
 def test_an_unknown_key_names_the_nearest_or_all() -> None:
@@ -252,7 +292,7 @@ def test_every_setting_has_help() -> None:
     for item in fields(EngineConfig):
         assert item.metadata["help"]
     for item in fields(SpeculativeConfig):
-        assert item.name in ("method", "num_speculative_tokens") or item.metadata["help"]
+        assert item.metadata["help"]
 
 
 def test_overrides_are_read_as_json_or_text() -> None:

@@ -1,0 +1,160 @@
+"""The parts that draft networks in training share: products, norms, rotation, and attention over two sets of keys.
+
+Plain differentiable PyTorch on packed rows, rounding where the serving code rounds. Weights are float32 masters that
+each step casts once. Not here: what serving runs (autoregressive.py, block_layers.py). Legend: R rows, S context rows,
+X extra keys, H query heads, G key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafting.train_config import Init, TrainConfig
+from outrider.drafting.training import Teacher
+from outrider.models.arch import ModelConfig, expected_shapes
+from outrider.models.layers import rope_tables
+
+Weights = Mapping[str, Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis in float32, in x's type."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def gated_mlp(x: Tensor, weights: Weights, prefix: str) -> Tensor:
+    """down(silu(gate x) * up x)."""
+    gate = torch.nn.functional.silu((x @ weights[prefix + "gate_proj.weight"].T).float())
+    up = x @ weights[prefix + "up_proj.weight"].T
+    return (gate * up).to(x.dtype) @ weights[prefix + "down_proj.weight"].T
+
+
+class Rope:
+    """Rotary position embedding for rows at any position: the second half of a head turns against the first."""
+
+    def __init__(self, config: ModelConfig, max_len: int) -> None:
+        tables = rope_tables(config.head_dim, max_len, config.rope_theta, config.rope_scaling)
+        self._cosine, self._sine = tables
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [R, heads, E] at positions [R], in x's type."""
+        cosine, sine = self._cosine[positions][:, None], self._sine[positions][:, None]
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Keys and values [R / g, X, G, E] that each run of g rows sees beside the context; `mask` [g, X] True: seen."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, extra: Extra | None) -> Tensor:
+    """Softmax attention of rows [R, H, E] over a conversation's context [S, G, E] and over keys of their own.
+
+    `seen` [R, S] bool: which context rows a row sees. Gives [R, H x E]. Softmax in float32.
+    """
+    rows, heads, size = query.shape
+    groups = keys.shape[1]
+    repeat = heads // groups
+    scale = size**-0.5
+    # Heads of one group beside each other, so that no key is copied: [G, repeat x R, E].
+    grouped = query.view(rows, groups, repeat, size).permute(1, 2, 0, 3).reshape(groups, repeat * rows, size)
+    scores = (grouped @ keys.permute(1, 2, 0)).float().view(groups, repeat, rows, -1) * scale
+    scores = scores.masked_fill(~seen, -math.inf)
+    if extra is None:
+        probs = scores.softmax(-1).to(values.dtype)
+        return _joined(probs.view(groups, repeat * rows, -1) @ values.transpose(0, 1), rows, heads * size)
+    runs = len(extra.keys)
+    own = query.view(runs, rows // runs, groups, repeat, size).permute(0, 2, 3, 1, 4)  # [R/g, G, repeat, g, E]
+    more = (own.float() @ extra.keys.float().permute(0, 2, 3, 1)[:, :, None]) * scale  # [R/g, G, repeat, g, X]
+    if extra.mask is not None:
+        more = more.masked_fill(~extra.mask, -math.inf)
+    more = more.permute(1, 2, 0, 3, 4).reshape(groups, repeat, rows, -1)
+    probs = torch.cat([scores, more], dim=-1).softmax(-1)
+    context, rest = probs.split([scores.shape[-1], more.shape[-1]], dim=-1)
+    out = context.to(values.dtype).reshape(groups, repeat * rows, -1) @ values.transpose(0, 1)
+    rest = rest.view(groups, repeat, runs, rows // runs, -1).permute(2, 0, 1, 3, 4)
+    added = rest @ extra.values.float().transpose(1, 2)[:, :, None]  # [R/g, G, repeat, g, E]
+    added = added.permute(1, 2, 0, 3, 4).reshape(groups, repeat * rows, size)
+    return _joined(out + added.to(out.dtype), rows, heads * size)
+
+
+def _joined(grouped: Tensor, rows: int, width: int) -> Tensor:
+    """[G, repeat x R, E] -> [R, H x E]."""
+    return grouped.view(-1, rows, grouped.shape[-1]).transpose(0, 1).reshape(rows, width)
+
+
+def draft_config(teacher: Teacher, config: TrainConfig, *, num_layers: int, qk_norm: bool) -> ModelConfig:
+    """The shape of draft layers: the target's, with their own number and MLP, without biases or a window."""
+    return replace(
+        teacher.config,
+        num_layers=config.num_layers or num_layers,
+        intermediate_size=config.intermediate_size or teacher.config.intermediate_size,
+        qk_norm=qk_norm,
+        attention_bias=False,
+        output_bias=False,
+        sliding_window=None,
+        tie_word_embeddings=False,
+    )
+
+
+def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init) -> dict[str, Tensor]:
+    """Weights of draft layers, `layers.0.` first: the target's last layers where shapes agree, else random.
+
+    What a layer adds to the residual starts at zero: the target's own share would drown a residual of another size.
+    """
+    wanted = {
+        name.removeprefix("model."): shape for name, shape in expected_shapes(model).items() if ".layers." in name
+    }
+    skipped = teacher.config.num_layers - model.num_layers
+    fresh = {}
+    for name, shape in wanted.items():
+        _, index, rest = name.split(".", 2)
+        source = teacher.tensors.get(f"model.layers.{skipped + int(index)}.{rest}")
+        if rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            fresh[name] = torch.zeros(shape)
+        elif init == "target" and source is not None and tuple(source.shape) == shape:
+            fresh[name] = source.float().clone()
+        else:
+            fresh[name] = torch.ones(shape) if len(shape) == 1 else random_matrix(*shape)
+    return fresh
+
+
+def layer_table(model: ModelConfig) -> dict[str, Any]:
+    """The draft layers' part of a config in the Speculators format."""
+    table: dict[str, Any] = {
+        "model_type": "qwen3" if model.qk_norm else "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.rms_norm_eps,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if model.rope_scaling is not None:
+        scaling = asdict(model.rope_scaling)
+        table["rope_scaling"] = {"rope_type": scaling.pop("kind"), **scaling}
+    return table
+
+
+def random_matrix(rows: int, columns: int, *, scale: float = 1.0) -> Tensor:
+    """A Gaussian matrix whose products keep the size of what they read, times `scale`."""
+    return torch.randn(rows, columns).mul(scale * columns**-0.5)

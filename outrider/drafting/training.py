@@ -1,0 +1,127 @@
+"""What a drafter that can be trained is: a trainee with parameters, a loss over captured states, and a checkpoint.
+
+The trainer knows nothing else of a method. Everything is packed: conversations lie one after the other, and `starts`
+says where each begins. Not here: networks (the leaves), their shared parts (differentiable.py), the loop that steps
+the optimiser (train). Legend: T packed tokens, K taps, D target width, V vocabulary, Vd drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.drafting.train_config import TrainConfig
+from outrider.models.arch import ModelConfig
+from outrider.models.layers import reference_rms_norm
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Some conversations: ids [T] int64, is_response [T] bool, taps by layer [T, D], first tokens and the end."""
+
+    ids: Tensor
+    is_response: Tensor
+    taps: Mapping[int, Tensor]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """A sum over rows and what to divide it by, so that any number of processes can add up theirs.
+
+    `agreed` and `counted` [N]: at each draft position, in how many rows the draft is the teacher's likeliest token.
+    """
+
+    total: Tensor
+    weight: float
+    agreed: Tensor
+    counted: Tensor
+
+
+class Teacher:
+    """The target's two ends, frozen: embeddings for the drafter, and the distribution that it is to learn.
+
+    `draft_ids` [Vd] int64 ascending: the target ids that can be drafted.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], draft_ids: Tensor, *, dtype: torch.dtype, name: str
+    ) -> None:
+        self.config, self.draft_ids, self.dtype, self.name = config, draft_ids, dtype, name
+        self.tensors = tensors
+        self.embedding = tensors["model.embed_tokens.weight"].to(dtype)
+        head = tensors["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+        self.head = head[draft_ids].to(dtype)
+        self.norm_weight = tensors["model.norm.weight"].float()
+        self.is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool)
+        self.is_drafted[draft_ids] = True
+
+    def ends(self) -> dict[str, Tensor]:
+        """The tensors that say what can be drafted, for the checkpoint: output rows, and how they map to target ids."""
+        tensors = {"lm_head.weight": self.head}
+        if len(self.draft_ids) < self.config.vocab_size:
+            tensors |= {"d2t": self.draft_ids - torch.arange(len(self.draft_ids)), "t2d": self.is_drafted}
+        return tensors
+
+    def probs(self, batch: TrainingBatch, rows: Tensor) -> Tensor:
+        """The distribution of the next token after each of these rows [R], over what can be drafted: [R, Vd].
+
+        Renormalised over the drafted tokens; rows whose next token cannot be drafted are the caller's to leave out.
+        """
+        last = batch.taps[self.config.num_layers][rows]
+        states = reference_rms_norm(last, self.norm_weight, self.config.rms_norm_eps).to(self.dtype)
+        return torch.softmax((states @ self.head.T).float(), dim=-1).to(self.dtype)
+
+
+class Trainee(Protocol):
+    """`taps`: layers whose states it needs beside the last one; `parameters`: trained, float32, by checkpoint name."""
+
+    taps: tuple[int, ...]
+    parameters: Mapping[str, torch.nn.Parameter]
+
+    def loss(self, batch: TrainingBatch, generator: torch.Generator) -> TrainingLoss:
+        """The loss of a batch; `generator` is the only source of randomness."""
+
+    def checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """config.json and tensors as they are published, in the Speculators format."""
+
+
+def spread_taps(num_layers: int, count: int = 3) -> tuple[int, ...]:
+    """Layers to read where nobody says: one early, one late, the others between; fewer where layers are few."""
+    if count == 1:
+        return (num_layers // 2,)
+    first, last = min(2, num_layers), max(0, num_layers - 3)
+    return tuple(sorted({int(first + (last - first) * i / (count - 1) + 0.5) for i in range(count)}))
+
+
+def speculators_table(method: str, teacher: Teacher, num_speculative_tokens: int) -> dict[str, Any]:
+    """What every config in the Speculators format says of the method, its proposal length and its target."""
+    return {
+        "architectures": [f"{method.capitalize()}Speculator"],
+        "speculators_model_type": method,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": method,
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": teacher.name, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+class TraineeClass(Protocol):
+    """How a trainee is made."""
+
+    def __call__(self, config: TrainConfig, teacher: Teacher) -> Trainee:
+        """A network with fresh weights."""

@@ -1,0 +1,1 @@
+"""Training of drafters: corpora, captured target states, the trainer whose checkpoint acceptance picks, exports."""
