@@ -61,8 +61,13 @@ def chunked(
 def _sums(
     function: LossFunction, rows: Sequence[Tensor], weights: Sequence[Tensor], size: int
 ) -> tuple[Tensor, Tensor]:
-    parts = [function(*(row[first : first + size] for row in rows), *weights) for first in range(0, len(rows[0]), size)]
+    parts = [function(*(row[first : first + size] for row in rows), *weights) for first in _firsts(rows, size)]
     return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([sums for _, sums in parts]).sum(dim=0)
+
+
+def _firsts(rows: Sequence[Tensor], size: int) -> range:
+    """Where slices begin; no rows are one empty slice, which says how many sums there are."""
+    return range(0, max(1, len(rows[0])), size)
 
 
 class _Chunked(torch.autograd.Function):
@@ -75,7 +80,7 @@ class _Chunked(torch.autograd.Function):
         grads: list[Tensor | None] = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
         total: Tensor | float = 0.0
         reported: Tensor | float = 0.0
-        for first in range(0, len(rows[0]), size):
+        for first in _firsts(rows, size):
             inputs = [row[first : first + size].detach() for row in rows] + [weight.detach() for weight in weights]
             sought = [tensor.requires_grad_() for tensor, needed in zip(inputs, wanted, strict=True) if needed]
             with torch.enable_grad():

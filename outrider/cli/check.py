@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.evaluate.distribution import DistributionVerdict
     from outrider.evaluate.lossless import TextVerdict
     from outrider.evaluate.workloads import Prompt
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class CheckOptions(ModelOptions, SamplingOptions):
     prompt_index: Annotated[int | None, typer.Option(help="Only this prompt of the set, from 0.")] = None
     num_samples: Annotated[int, typer.Option(help="Texts a side and prompt for the distribution test; 0: none.")] = 100
     n_range: Annotated[str | None, typer.Option(help="Check every N from:to, e.g. 1:8.")] = None
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Instead: does the drafter reach the acceptance that it recorded?")
+    ] = False
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128
     temperature: Annotated[float, typer.Option(help="Of the sampled sections.")] = 1.0
     json: Annotated[Path | None, typer.Option(help="Write the verdicts to this file.")] = None
@@ -53,6 +57,9 @@ def run(options: CheckOptions) -> None:
     params = replace(options.params(), seed=options.seed or 0)
     plain = options.load_plain()
     configs = [plain.complete(config) for config in configs]
+    if options.acceptance:
+        _acceptance(options, plain, configs[0])
+        return
     from outrider.cli.progress import ProgressBars
     from outrider.evaluate.check import SECTIONS, Checker, CheckPlan, CheckReport
     from outrider.evaluate.conversation import items_of
@@ -73,6 +80,25 @@ def run(options: CheckOptions) -> None:
     finally:  # after Ctrl-C too: what is known, is kept
         _write(options, reports)
     if any(report.verdict == "divergence" or not report.num_drafted for report in reports):
+        sys.exit(1)
+
+
+def _acceptance(options: CheckOptions, plain: LLM, config: SpeculativeConfig) -> None:
+    """Hold the drafter against its own record; exit code 1 if it falls short."""
+    from outrider.evaluate.selftest import TOLERANCE, self_test
+
+    tests = []
+    for test in self_test(plain, config):
+        tests.append(test)
+        verdict = "reached" if test.passed else f"COLLAPSED (more than {TOLERANCE:.0%} below)"
+        print(
+            f"{config.method} {test.workload}: {verdict}, mean acceptance length {test.measured:.3f},"
+            f" recorded {test.recorded:.3f}, {test.num_prompts} prompts"
+        )
+    if options.json is not None:
+        found = {"speculative_config": config.as_json(), "acceptance": [test.as_json() for test in tests]}
+        options.json.write_text(json_module.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not all(test.passed for test in tests):
         sys.exit(1)
 
 

@@ -30,9 +30,9 @@ from outrider.drafting.export import (
     comparable,
     layer_keys,
     require,
-    speculators_keys,
     values,
 )
+from outrider.drafting.speculators import speculators_keys
 from outrider.drafting.vocabulary import EMBEDDING, HEAD, DraftVocabulary, draft_vocabulary, end_shapes
 from outrider.errors import DrafterMismatch
 from outrider.models.arch import ModelConfig, expected_shapes

@@ -25,8 +25,8 @@ from outrider.drafting.export import (
     comparable,
     layer_keys,
     require,
-    speculators_keys,
 )
+from outrider.drafting.speculators import speculators_keys
 from outrider.drafting.vocabulary import EMBEDDING, HEAD
 
 _ADD_SIZE = "add block_size to its config.json"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.differentiable import (
+    UNSURE,
     Extra,
     Rope,
     Weights,
@@ -22,12 +23,12 @@ from outrider.drafting.differentiable import (
     draft_config,
     fresh_layers,
     gated_mlp,
-    layer_table,
     random_matrix,
     rms_norm,
 )
+from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
-from outrider.drafting.training import Teacher, TrainingBatch, speculators_table, spread_taps
+from outrider.drafting.training import Teacher, TrainingBatch, spread_taps
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class BlockNetwork:
         width = self.model.hidden_size
         tensors = fresh_layers(self.teacher, self.model, self.config.init)
         tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
-        tensors["norm.weight"] = self.teacher.norm_weight.clone()
+        tensors["norm.weight"] = self.teacher.norm_weight * UNSURE
         tensors["fc.weight"] = torch.cat([random_matrix(width, width, scale=0.3) for _ in self.taps], dim=1)
         tensors["fc.weight"][:, -width:] += torch.eye(width)
         return tensors
@@ -122,11 +123,11 @@ class BlockNetwork:
         values = inputs @ weights[prefix + "self_attn.v_proj.weight"].T
         return self._head(inputs, weights, prefix, "k", positions), values.unflatten(1, (-1, self.model.head_dim))
 
-    def table(self, method: str) -> dict[str, Any]:
+    def table(self, method: str, class_name: str) -> dict[str, Any]:
         """The config in the Speculators format, fill-in layout."""
         teacher, causal = self.teacher, self.config.causal
-        return speculators_table(method, teacher, self.config.num_speculative_tokens) | {
-            "transformer_layer_config": layer_table(self.model) | {"is_causal": causal},
+        layers, length = layer_table(self.model) | {"is_causal": causal}, self.config.num_speculative_tokens
+        return speculators_keys(method, class_name, layers, teacher, length) | {
             "draft_vocab_size": len(teacher.draft_ids),
             "target_hidden_size": teacher.config.hidden_size,
             "num_target_layers": teacher.config.num_layers,

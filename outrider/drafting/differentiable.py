@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.layers import rope_tables
 
 Weights = Mapping[str, Tensor]
+UNSURE = 0.3
+"""Share of the target's final norm to start from: at full size a network that knows nothing yet is sure of it."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,30 +130,6 @@ def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init) -> dict[str, 
         else:
             fresh[name] = torch.ones(shape) if len(shape) == 1 else random_matrix(*shape)
     return fresh
-
-
-def layer_table(model: ModelConfig) -> dict[str, Any]:
-    """The draft layers' part of a config in the Speculators format."""
-    table: dict[str, Any] = {
-        "model_type": "qwen3" if model.qk_norm else "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "rms_norm_eps": model.rms_norm_eps,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rope_theta": model.rope_theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
-    if model.rope_scaling is not None:
-        scaling = asdict(model.rope_scaling)
-        table["rope_scaling"] = {"rope_type": scaling.pop("kind"), **scaling}
-    return table
 
 
 def random_matrix(rows: int, columns: int, *, scale: float = 1.0) -> Tensor:

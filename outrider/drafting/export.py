@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.checkpoint import Checkpoint
-from outrider.drafting.differentiable import layer_table
+from outrider.drafting.speculators import layer_table
 from outrider.drafting.vocabulary import EMBEDDING, HEAD, OFFSETS, UNREAD
 from outrider.errors import ConfigError
 from outrider.models.arch import ModelConfig
-
-_VERSION = "0.9.0"
 
 
 @dataclass(frozen=True)
@@ -142,27 +140,3 @@ def values(record: object, names: Iterable[str]) -> dict[str, Any]:
 def comparable(model: ModelConfig) -> ModelConfig:
     """The same without what says nothing about drafting."""
     return replace(model, dtype=None, eos_token_ids=(), bos_token_id=None, tie_word_embeddings=False)
-
-
-def speculators_keys(
-    method: str, class_name: str, layers: Mapping[str, Any], target: ExportTarget, num_speculative_tokens: int
-) -> dict[str, Any]:
-    """What every config in the Speculators format has. Source: vLLM 0.32 `configs/speculators/base.py`."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "architectures": [class_name],
-        "speculators_model_type": method,
-        "speculators_version": _VERSION,
-        "speculators_config": {
-            "algorithm": method,
-            "proposal_methods": [proposal],
-            "default_proposal_method": proposal["proposal_type"],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
-        "transformer_layer_config": dict(layers),
-    }

@@ -52,6 +52,7 @@ class Teacher:
         self, config: ModelConfig, tensors: Mapping[str, Tensor], draft_ids: Tensor, *, dtype: torch.dtype, name: str
     ) -> None:
         self.config, self.draft_ids, self.dtype, self.name = config, draft_ids, dtype, name
+        self.architectures = (f"{config.model_type.capitalize()}ForCausalLM",)
         self.tensors = tensors
         self.embedding = tensors["model.embed_tokens.weight"].to(dtype)
         head = tensors["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
@@ -96,28 +97,6 @@ def spread_taps(num_layers: int, count: int = 3) -> tuple[int, ...]:
         return (num_layers // 2,)
     first, last = min(2, num_layers), max(0, num_layers - 3)
     return tuple(sorted({int(first + (last - first) * i / (count - 1) + 0.5) for i in range(count)}))
-
-
-def speculators_table(method: str, teacher: Teacher, num_speculative_tokens: int) -> dict[str, Any]:
-    """What every config in the Speculators format says of the method, its proposal length and its target."""
-    return {
-        "architectures": [f"{method.capitalize()}Speculator"],
-        "speculators_model_type": method,
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": method,
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": num_speculative_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": teacher.name, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
 
 
 class TraineeClass(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,12 +51,19 @@ class Order:
             # Equal shares of the shard's tokens, whatever the conversations' lengths.
             groups = self._num_groups(lengths)
             middle = np.cumsum(lengths[members]) - lengths[members] / 2
-            share = np.minimum(middle * groups // max(1, lengths.sum()), groups - 1).astype(int)
+            share = _gapless(np.minimum(middle * groups // max(1, lengths.sum()), groups - 1).astype(int), groups)
             steps += [Step(shard, tuple(members[share == group].tolist())) for group in range(groups)]
         return steps
 
     def _num_groups(self, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
         return min(len(lengths), max(1, round(int(lengths.sum()) / self._batch_tokens)))
+
+
+def _gapless(share: np.ndarray[tuple[int], np.dtype[np.int64]], groups: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Ascending group numbers moved so that no group is empty, which one long conversation may leave behind it."""
+    place = np.arange(len(share))
+    stepwise = np.minimum(np.minimum.accumulate(share - place), 0) + place
+    return np.maximum(stepwise, groups - len(share) + place)
 
 
 def batch_of(shard: Shard, members: Sequence[int], layers: Sequence[int]) -> TrainingBatch | None:

@@ -192,6 +192,7 @@ class Trainer:
                 "held_out": {
                     "prompts": self._prompts,
                     "max_tokens": self.config.eval_tokens,
+                    "num_speculative_tokens": self.config.num_speculative_tokens,
                     "temperature": 0,
                     "dtype": str(target.embedding.dtype).removeprefix("torch."),
                     **accepted,

@@ -42,7 +42,7 @@ class DFlashTrainee:
     def checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """DFlash in the Speculators format, without the target's embedding."""
         tensors = {name: tensor.detach() for name, tensor in self.parameters.items()}
-        return self._network.table("dflash"), tensors | self._teacher.ends()
+        return self._network.table("dflash", "DFlashSpeculator"), tensors | self._teacher.ends()
 
 
 def _row_losses(states: Tensor, probs: Tensor, decay: Tensor, onehot: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class DSparkTrainee:
 
     def checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """DSpark in the Speculators format, without the target's embedding."""
-        config = self._network.table("dspark") | {
+        config = self._network.table("dspark", "DSparkSpeculator") | {
             "markov_rank": self._config.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.differentiable import (
+    UNSURE,
     Extra,
     Rope,
     Weights,
@@ -22,12 +23,12 @@ from outrider.drafting.differentiable import (
     draft_config,
     fresh_layers,
     gated_mlp,
-    layer_table,
     random_matrix,
     rms_norm,
 )
+from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
-from outrider.drafting.training import Teacher, TrainingBatch, TrainingLoss, speculators_table, spread_taps
+from outrider.drafting.training import Teacher, TrainingBatch, TrainingLoss, spread_taps
 from outrider.losses import chunked, soft_cross_entropy
 
 _LAYER = "layers.0."
@@ -55,7 +56,7 @@ class Eagle3Trainee:
             )
         tensors[_LAYER + "hidden_norm.weight"] = tensors[_LAYER + "input_layernorm.weight"].clone()
         tensors[_LAYER + "input_layernorm.weight"] = torch.ones(width)
-        tensors["norm.weight"] = self._teacher.norm_weight.clone()
+        tensors["norm.weight"] = self._teacher.norm_weight * UNSURE
         tensors["fc.weight"] = torch.cat([random_matrix(width, width, scale=0.3) for _ in self.taps], dim=1)
         tensors["fc.weight"][:, -width:] += torch.eye(width)
         return tensors | {f"fc_norm.{index}.weight": torch.ones(width) for index in range(len(self.taps))}
@@ -91,8 +92,8 @@ class Eagle3Trainee:
     def checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """EAGLE-3.1 in the Speculators format, without the target's embedding."""
         teacher = self._teacher
-        config = speculators_table("eagle3", teacher, self._config.num_speculative_tokens) | {
-            "transformer_layer_config": layer_table(self._model),
+        layers, length = layer_table(self._model), self._config.num_speculative_tokens
+        config = speculators_keys("eagle3", "Eagle3Speculator", layers, teacher, length) | {
             "draft_vocab_size": len(teacher.draft_ids),
             "target_hidden_size": teacher.config.hidden_size,
             "num_target_layers": teacher.config.num_layers,
