@@ -61,7 +61,6 @@ class DFlashDrafter:
     """Drafts whole blocks in one pass; `model` in the configuration names the checkpoint."""
 
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:

@@ -26,7 +26,6 @@ class DraftModelDrafter:
 
     taps: tuple[int, ...] = ()
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:

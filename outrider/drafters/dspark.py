@@ -93,7 +93,6 @@ class DSparkDrafter:
     """Drafts blocks and corrects them from left to right; `model` in the configuration names the checkpoint."""
 
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:

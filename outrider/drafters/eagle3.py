@@ -158,7 +158,6 @@ class Eagle3Drafter:
     """Drafts token by token from the target's taps; `model` in the configuration names the checkpoint."""
 
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:

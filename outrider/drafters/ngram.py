@@ -22,7 +22,6 @@ class NgramDrafter:
 
     taps: tuple[int, ...] = ()
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max

@@ -69,11 +69,10 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """Three verbs. `taps`: target layers whose hidden states it reads; `needs_target_kv`, `trainable`: declarations."""
+    """Three verbs. `taps`: target layers whose hidden states it reads; `needs_target_kv`: a declaration."""
 
     taps: tuple[int, ...]
     needs_target_kv: bool
-    trainable: bool
 
     def begin(self, slot: int) -> None:
         """A request starts (or starts again after preemption) in this slot."""

@@ -66,6 +66,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, extra: Ext
     `seen` [R, S] bool: which context rows a row sees. Gives [R, H x E]. Softmax in float32.
     """
     rows, heads, size = query.shape
+    if not rows:
+        return query.flatten(1)
     groups = keys.shape[1]
     repeat = heads // groups
     scale = size**-0.5

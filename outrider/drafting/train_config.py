@@ -30,7 +30,7 @@ class TrainConfig:
     epochs: float = _set("passes over the corpus", 1.0)
     batch_tokens: int = _set("response tokens in one optimiser step, over all processes", 2048)
     learning_rate: float = _set("peak rate of norms, tables and heads (AdamW)", 1e-3)
-    muon_learning_rate: float = _set("peak rate of the matrices, where Muon trains them", 1e-2)
+    muon_learning_rate: float = _set("peak rate of the matrices, where Muon trains them", 2e-2)
     optimizer: Optimizer = _set("what trains the matrices: muon or adamw; all else is AdamW's", "muon")
     warmup: float = _set("share of the steps in which the rate rises, before its cosine to zero", 0.04)
     grad_clip: float = _set("largest norm of the whole gradient", 1.0)

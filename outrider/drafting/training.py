@@ -41,6 +41,11 @@ class TrainingLoss:
     agreed: Tensor
     counted: Tensor
 
+    @classmethod
+    def of_nothing(cls, num_drafts: int) -> TrainingLoss:
+        """The loss of conversations too short to teach anything; it has no gradient, and may be asked for it."""
+        return cls(torch.zeros((), requires_grad=True), 0.0, torch.zeros(num_drafts), torch.zeros(num_drafts))
+
 
 class Teacher:
     """The target's two ends, frozen: embeddings for the drafter, and the distribution that it is to learn.

@@ -86,19 +86,19 @@ class Capture:
     def shard(self, index: int) -> Shard:
         """One shard. Cost: a read, or a target forward over its tokens (and a write, where a folder is given)."""
         path = self._path(index)
-        if path is not None and path.is_file():
-            return self._read(path)
         samples = self._samples[index * self._shard_len : (index + 1) * self._shard_len]
-        taps = torch.cat(list(_forward(self._model, samples, self._kept)))
-        tensors = {
-            "ids": torch.from_numpy(np.concatenate([sample.ids for sample in samples])),
-            "is_response": torch.from_numpy(np.concatenate([sample.is_response for sample in samples])),
-            "starts": torch.tensor(np.cumsum([0, *(len(sample.ids) for sample in samples)])),
-            "taps": taps,
-        }
-        if path is not None:
-            _write(path, tensors)
-        return self._shard(tensors)
+        starts = torch.tensor(np.cumsum([0, *(len(sample.ids) for sample in samples)]))
+        if path is not None and path.is_file():
+            taps = _read(path, starts)
+        else:
+            taps = torch.cat(list(_forward(self._model, samples, self._kept)))
+            if path is not None:
+                ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]))
+                _write(path, {"ids": ids, "starts": starts, "taps": taps})
+        if len(self._picked) < len(self._kept):
+            taps = taps[:, self._picked]
+        ids, is_response = (np.concatenate([getattr(s, name) for s in samples]) for name in ("ids", "is_response"))
+        return Shard(torch.from_numpy(ids).long(), torch.from_numpy(is_response), taps, tuple(starts.tolist()))
 
     def missing(self) -> list[int]:
         """Shards that are not on disk."""
@@ -106,7 +106,7 @@ class Capture:
 
     def bytes_needed(self) -> int:
         """Disk that the missing shards will take."""
-        size = len(self._kept) * self._model.config.hidden_size * self._model.embedding.element_size() + 5
+        size = len(self._kept) * self._model.config.hidden_size * self._model.embedding.element_size() + 4
         first = [index * self._shard_len for index in self.missing()]
         return size * sum(len(sample.ids) for i in first for sample in self._samples[i : i + self._shard_len])
 
@@ -124,18 +124,6 @@ class Capture:
     def _path(self, index: int) -> Path | None:
         return None if self._folder is None else self._folder / f"shard-{index:05d}.safetensors"
 
-    def _read(self, path: Path) -> Shard:
-        try:
-            return self._shard(load_file(path))
-        except (SafetensorError, OSError, KeyError) as error:
-            raise LoadError(f"{path}: cannot be read ({error}): delete it, it will be captured again") from error
-
-    def _shard(self, tensors: Mapping[str, Tensor]) -> Shard:
-        taps = tensors["taps"]
-        if len(self._picked) < len(self._kept):
-            taps = taps[:, self._picked]
-        return Shard(tensors["ids"].long(), tensors["is_response"], taps, tuple(tensors["starts"].tolist()))
-
     def _description(self) -> dict[str, Any]:
         return {
             "corpus": self.corpus_digest,
@@ -152,7 +140,9 @@ def _agree(folder: Path, ours: Mapping[str, Any]) -> tuple[int, ...]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
-            path.write_text(json.dumps(ours, indent=1) + "\n")
+            part = path.with_suffix(f".part{os.getpid()}")
+            part.write_text(json.dumps(ours, indent=1) + "\n")
+            os.replace(part, path)
             return tuple(ours["taps"])
         theirs = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -174,14 +164,31 @@ def _short(value: object) -> str:
     return text if len(text) <= 24 else text[:12] + "…"
 
 
+def _read(path: Path, starts: Tensor) -> Tensor:
+    """The states of a shard of conversations that begin there."""
+    try:
+        tensors = load_file(path)
+        taps, theirs = tensors["taps"], tensors["starts"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise LoadError(f"{path}: cannot be read ({error}): delete it, it will be captured again") from error
+    if not torch.equal(theirs, starts):
+        raise ConfigError(
+            f"{path.parent} holds states of another corpus (conversations begin elsewhere): give another folder",
+            param="capture",
+        )
+    return taps
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    part = path.with_suffix(".part")
+    # Processes that train together, and runs that share a folder, may write the same shard at once.
+    part = path.with_suffix(f".part{os.getpid()}")
     try:
         save_file(dict(tensors), part)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
         raise CapacityError(f"{path}: cannot be written ({error}); what was captured before is kept") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _forward(model: LlamaModel, samples: Sequence[Sample], taps: Sequence[int]) -> Iterator[Tensor]:

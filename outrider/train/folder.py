@@ -3,6 +3,7 @@
 run.json       what the run is; resuming with anything else is refused, naming it
 log.jsonl      one line a step or measurement
 state.pt       parameters and optimiser, to go on from
+curve.png      loss, and acceptance as it was measured (curve.py)
 best/          the checkpoint with the highest measured acceptance, as it is published
 """
 
@@ -13,6 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from outrider.drafting.profile import PROFILE
 from outrider.errors import CapacityError, ConfigError, LoadError
+from outrider.train.processes import rank, wait
 
-_RUN, _LOG, _STATE, _BEST = "run.json", "log.jsonl", "state.pt", "best"
+_RUN, _LOG, _STATE, _BEST, _OLD = "run.json", "log.jsonl", "state.pt", "best", "best.old"
 
 
 class RunFolder:
@@ -31,20 +34,38 @@ class RunFolder:
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self.path, self.best = path, path / _BEST
-        file = path / _RUN
+        # The first process writes, the others then hold theirs against it.
+        if rank() == 0:
+            self._open(description)
+        wait()
+        if rank() != 0:
+            self._open(description)
+
+    def _open(self, description: Mapping[str, Any]) -> None:
+        path, file = self.path, self.path / _RUN
         try:
             path.mkdir(parents=True, exist_ok=True)
             if file.is_file():
                 _same(json.loads(file.read_text()), json.loads(json.dumps(description)), path)
             else:
                 _replace(file, json.dumps(description, indent=1).encode() + b"\n")
-        except (OSError, ValueError) as error:
+            if not self.best.exists() and (path / _OLD).is_dir():
+                os.replace(path / _OLD, self.best)  # stopped between the two moves of a promotion
+        except OSError as error:
             raise CapacityError(f"{file}: {error}") from error
+        except ValueError as error:
+            raise LoadError(f"{file} cannot be read ({error}): give another folder") from error
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Append a line."""
         with self._writing(), (self.path / _LOG).open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after a step: it is done again."""
+        kept = [json.dumps(entry) + "\n" for entry in self.entries() if entry["step"] <= step]
+        with self._writing():
+            _replace(self.path / _LOG, "".join(kept).encode())
 
     def entries(self) -> list[dict[str, Any]]:
         """The log so far; a line that was cut short is left out."""
@@ -77,8 +98,8 @@ class RunFolder:
             return None
         try:
             loaded: dict[str, Any] = torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError) as error:
-            raise LoadError(f"{path} cannot be read ({str(error).splitlines()[0]}): delete it to start over") from error
+        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+            raise LoadError(f"{path} cannot be read ({(str(error).splitlines() or ['empty'])[0]}): delete it to start over") from error
         return loaded
 
     def write_candidate(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -95,8 +116,9 @@ class RunFolder:
 
     def promote(self, profile: Mapping[str, Any]) -> None:
         """The candidate becomes the best checkpoint, with its profile; the old one goes only then."""
-        old = self.path / "best.old"
+        old = self.path / _OLD
         with self._writing():
+            shutil.rmtree(old, ignore_errors=True)
             _replace(self.path / "candidate" / PROFILE, json.dumps(profile, indent=1).encode() + b"\n")
             if self.best.is_dir():
                 os.replace(self.best, old)

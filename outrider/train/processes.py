@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
+from outrider.errors import BackendError
+
 
 @contextmanager
 def joined() -> Iterator[None]:
@@ -36,11 +38,26 @@ def rank() -> int:
 def add_up(tensors: Sequence[Tensor]) -> None:
     """Sum over processes, in place."""
     if world() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+        with _together():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
 
 
 def wait() -> None:
     """Go on when every process is here."""
     if world() > 1:
-        dist.barrier()
+        with _together():
+            dist.barrier()
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Whoever waits for a process that has ended learns it at once, and says so in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(
+            f"process {rank()} of {world()} lost another one ({reason}), whose own message says why; the same command"
+            " goes on from what was kept"
+        ) from error

@@ -30,6 +30,7 @@ from outrider.models.loading import load_tensors
 from outrider.models.store import resolve
 from outrider.train.capture import Capture, Shard
 from outrider.train.corpus import Corpus, Sample, split_by_prompt
+from outrider.train.curve import CURVE, can_draw, draw
 from outrider.train.folder import RunFolder
 from outrider.train.optimizer import Optimizer
 from outrider.train.order import Order, batch_of
@@ -161,6 +162,8 @@ class Trainer:
                     "optimizer": self._optimizer.state(),
                 }
             )
+            if can_draw():
+                draw(self.folder.entries(), self.folder.path / CURVE, self.method)
         wait()
 
     def _measured(self, number: int) -> dict[str, Any]:
@@ -210,6 +213,8 @@ class Trainer:
 
     def _restore(self) -> int:
         state = self.folder.state()
+        if rank() == 0:
+            self.folder.rewind(0 if state is None else state["step"])
         if state is None:
             return 0
         with torch.no_grad():
@@ -229,6 +234,7 @@ class Trainer:
             "method": self.method,
             "target": fingerprint(self._llm.engine.model),
             "corpus": self.capture.corpus_digest,
+            "responses": _marks_digest(samples),
             "draft_vocabulary": hashlib.sha256(self._teacher.draft_ids.numpy().tobytes()).hexdigest()[:16],
         } | self.config.as_json()
 
@@ -240,6 +246,14 @@ def frequent_ids(samples: Sequence[Sample], vocab_size: int, count: int) -> Tens
         counts += np.bincount(sample.ids[sample.is_response], minlength=vocab_size)
     order = np.lexsort((np.arange(vocab_size), -counts))
     return torch.from_numpy(np.sort(order[: min(count, vocab_size)]))
+
+
+def _marks_digest(samples: Sequence[Sample]) -> str:
+    """Which tokens of which conversations are the target's own, as a short text."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(f"{len(sample.ids)}".encode() + sample.is_response.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _prompt_len(sample: Sample) -> int:

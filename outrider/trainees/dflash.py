@@ -30,6 +30,8 @@ class DFlashTrainee:
         config, teacher = self._config, self._teacher
         weights = {name: tensor.to(teacher.dtype) for name, tensor in self.parameters.items()}
         anchors = Anchors.draw(batch, config.anchors / config.block_size, config.block_size, generator)
+        if not len(anchors.index):
+            return TrainingLoss.of_nothing(config.block_size - 1)
         states = self._network.states(batch, anchors, weights)
         kept = (anchors.targets >= 0) & teacher.is_drafted[batch.ids[anchors.targets.clamp(min=0)]]
         places = torch.nonzero(kept)[:, 1]

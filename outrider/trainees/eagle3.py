@@ -65,15 +65,17 @@ class Eagle3Trainee:
         """Summed over rows and steps, later steps weighted less; to be divided by the number of rows."""
         weights = {name: tensor.to(self._teacher.dtype) for name, tensor in self.parameters.items()}
         rows = _Rows.of(batch)
+        if not len(rows.index):
+            return TrainingLoss.of_nothing(self._config.ttt_steps)
         states = self._combine(batch, weights)
         unrolled = _Unrolled(self, batch, rows, weights, states)
-        hidden, total = states[rows.index], torch.zeros(())
+        hidden, total = states[rows.index], torch.zeros((), requires_grad=True)
         agreed, counted = torch.zeros(self._config.ttt_steps), torch.zeros(self._config.ttt_steps)
         for step in range(self._config.ttt_steps):
             hidden = unrolled.step(hidden, step)
             kept = rows.reaching(step + 2, batch, self._teacher.is_drafted)
             if not len(kept):
-                break
+                continue
             # The token that step k drafts follows row p + k + 1, where the teacher says what it should be.
             probs = self._teacher.probs(batch, rows.index[kept] + step + 1)
             loss, sums = chunked(_row_losses, [hidden[kept], probs], [self._teacher.head])

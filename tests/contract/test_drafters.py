@@ -95,7 +95,6 @@ class Witness:
 
     def __post_init__(self) -> None:
         self.taps, self.needs_target_kv = self.inner.taps, self.inner.needs_target_kv
-        self.trainable = self.inner.trainable
 
     def begin(self, slot: int) -> None:
         self.live.add(slot)
@@ -153,7 +152,6 @@ def test_declarations_are_there(model: LlamaModel, config: SpeculativeConfig) ->
     assert isinstance(drafter.taps, tuple)
     assert all(0 <= layer <= model.config.num_layers for layer in drafter.taps)
     assert isinstance(drafter.needs_target_kv, bool)
-    assert isinstance(drafter.trainable, bool)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(config: SpeculativeConfig) -> None:

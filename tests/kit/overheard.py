@@ -38,7 +38,7 @@ class Overheard:
 
     def __init__(self, inner: Drafter, script: scripted.Scripted) -> None:
         self.inner, self.script = inner, script
-        self.taps, self.needs_target_kv, self.trainable = inner.taps, inner.needs_target_kv, inner.trainable
+        self.taps, self.needs_target_kv = inner.taps, inner.needs_target_kv
         self.rounds: list[Round] = []
 
     def begin(self, slot: int) -> None:

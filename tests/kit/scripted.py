@@ -52,7 +52,6 @@ class Scripted:
 
     taps: tuple[int, ...] = ()
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, truth: Truth | None = None, vocab: int = tiny.VOCAB) -> None:
         self.truth, self.vocab = truth, vocab

@@ -87,7 +87,6 @@ class Spoiled:
 
     taps: tuple[int, ...] = ()
     needs_target_kv = False
-    trainable = False
 
     def __init__(self, inner: DraftModelDrafter, rate: float) -> None:
         self.inner, self.rate, self.random = inner, rate, np.random.default_rng(3)

@@ -107,7 +107,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     fresh = all_of(made(None))
     made(tmp_path).shard(1)
     whole = (tmp_path / "shard-00001.safetensors").read_bytes()
-    (tmp_path / "shard-00000.part").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "shard-00000.part77").write_bytes(whole[: len(whole) // 2])
     found = made(tmp_path)
     assert found.missing() == [0, 2]
     assert all(same(*pair) for pair in zip(all_of(found), fresh, strict=True))
@@ -140,8 +140,6 @@ def test_a_shard_with_other_tensors_is_named(tmp_path: Path) -> None:
         ({"model": tiny.tiny_model(0, torch.bfloat16)}, "dtype"),
         ({"samples": corpus(1)}, "corpus"),
         ({"samples": corpus()[1:]}, "corpus"),
-        ({"samples": [dataclasses.replace(s, is_response=~s.is_response) for s in corpus()]}, "corpus"),
-        ({"samples": [joined(corpus()[:2]), *corpus()[2:]]}, "corpus"),
         ({"shard_len": 4}, "conversations_per_shard"),
         ({"taps": (0, 1)}, "taps"),
         ({"taps": (0, 1, 2)}, "taps"),
@@ -152,6 +150,21 @@ def test_states_of_something_else_are_refused(changes: dict[str, Any], named: st
     with pytest.raises(ConfigError, match=rf"holds states of another {named} .*another folder") as caught:
         made(tmp_path, **changes)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_conversations_that_begin_elsewhere_are_another_corpus(tmp_path: Path) -> None:
+    """The same tokens in the same order, and yet not the same states."""
+    all_of(made(tmp_path))
+    with pytest.raises(ConfigError, match="holds states of another corpus .*another folder"):
+        made(tmp_path, samples=[joined(corpus()[:2]), *corpus()[2:]]).shard(0)
+
+
+def test_other_marks_are_no_other_states(tmp_path: Path) -> None:
+    """What counts as a response is the corpus's to say, not the folder's."""
+    all_of(made(tmp_path))
+    marked = [dataclasses.replace(sample, is_response=~sample.is_response) for sample in corpus()]
+    found = made(tmp_path, samples=marked)
+    assert found.missing() == [] and same(found.shard(1), made(None, samples=marked).shard(1))
 
 
 def test_of_more_taps_those_asked_for_are_picked(tmp_path: Path) -> None:
