@@ -18,6 +18,7 @@ import pytest
 import typer
 
 from outrider.config import EngineConfig, SpeculativeConfig, apply_overrides
+from outrider.drafting.train_config import TrainConfig
 from outrider.errors import OutriderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,9 @@ def command_fault(words: list[str]) -> str | None:
         values = command.make_context("outrider", rest).params
         if values.get("speculative_config") is not None:
             SpeculativeConfig.parse(values["speculative_config"])
-        apply_overrides(EngineConfig(), values.get("set") or [])
+        settings = values.get("set") or []
+        TrainConfig().with_overrides([text for text in settings if text.startswith("train.")])
+        apply_overrides(EngineConfig(), [text for text in settings if not text.startswith("train.")])
     except OutriderError as error:
         return str(error)
     except Exception as error:  # the parser's own errors, whichever copy of click it uses
