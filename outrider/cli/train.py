@@ -13,6 +13,7 @@ from outrider.cli.options import MODEL_HELP, verb
 
 if TYPE_CHECKING:
     from outrider.cli.progress import ProgressBars
+    from outrider.drafting.train_config import TrainConfig
     from outrider.train.trainer import Trainer
 
 
@@ -44,20 +45,28 @@ def register(app: typer.Typer) -> None:
 
 def run(options: TrainOptions) -> None:
     """Train a drafter; the checkpoint with the highest acceptance is kept, and its folder printed."""
-    import json
-
     from outrider.cli.progress import ProgressBars
     from outrider.drafting.train_config import TrainConfig
+    from outrider.errors import ConfigError
     from outrider.models.store import resolve
-    from outrider.train.processes import joined
+    from outrider.train.processes import joined, rank
 
     config = TrainConfig().with_overrides(options.set)
+    if options.capture and options.states is None:
+        raise ConfigError("--capture-first keeps states in a folder: give --states too", param="states")
     with joined(), ProgressBars() as bars:
         resolve(options.target, bars.show)
         trainer = _trainer(options, config, bars)
         if options.capture:
             _capture(trainer, bars)
         best = trainer.run()
+        if rank() == 0:  # only it has measured
+            _report(options, config, trainer, best)
+
+
+def _report(options: TrainOptions, config: TrainConfig, trainer: Trainer, best: float) -> None:
+    import json
+
     result = {
         "method": options.method,
         "model": str(trainer.folder.best),
@@ -72,17 +81,16 @@ def run(options: TrainOptions) -> None:
     print(trainer.folder.best)
 
 
-def _trainer(options: TrainOptions, config: object, bars: ProgressBars) -> Trainer:
+def _trainer(options: TrainOptions, config: TrainConfig, bars: ProgressBars) -> Trainer:
     from outrider.drafting import registry
-    from outrider.drafting.train_config import TrainConfig
     from outrider.llm import LLM
     from outrider.models.store import resolve
     from outrider.text.tokenizer import Tokenizer
     from outrider.train.conversations import Chat
     from outrider.train.corpus import limits_of, read_corpus
+    from outrider.train.processes import rank
     from outrider.train.trainer import Places, Trainer
 
-    assert isinstance(config, TrainConfig)
     registry.trainee(options.method)  # a method that cannot be trained is refused before anything is read
     folder = resolve(options.target)
     tokenizer = Tokenizer.load(folder)
@@ -90,12 +98,13 @@ def _trainer(options: TrainOptions, config: object, bars: ProgressBars) -> Train
     corpus = read_corpus(
         options.corpus, vocab_size=vocab_size, max_len=min(max_len, config.max_len), chat=Chat(tokenizer)
     )
+    say = sys.stderr.write if rank() == 0 else len
     for reason, count in corpus.refused.most_common():
-        sys.stderr.write(f"{options.corpus}: {count} lines left out: {reason}\n")
+        say(f"{options.corpus}: {count} lines left out: {reason}\n")
     llm = LLM(options.target, max_num_seqs=config.eval_prompts, kv_cache_tokens=32768)
     trainer = Trainer(options.method, llm, corpus, config, Places(run=options.output, states=options.states), bars.show)
     needed = trainer.capture.bytes_needed() if options.states else 0
-    sys.stderr.write(
+    say(
         f"{len(corpus.samples)} conversations, {corpus.num_response_tokens} response tokens, {trainer.num_steps} steps;"
         f" states still to capture: {needed / 1e9:.1f} GB on disk\n"
     )
@@ -104,7 +113,10 @@ def _trainer(options: TrainOptions, config: object, bars: ProgressBars) -> Train
 
 
 def _capture(trainer: Trainer, bars: ProgressBars) -> None:
-    missing = trainer.capture.missing()
+    from outrider.train.processes import rank, wait, world
+
+    missing = trainer.capture.missing()[rank() :: world()]
     for done, index in enumerate(missing):
         trainer.capture.shard(index)
         bars.show("capturing states", done + 1, len(missing))
+    wait()

@@ -77,7 +77,7 @@ class BlockNetwork:
     def fresh(self) -> dict[str, Tensor]:
         """Weights to start from."""
         width = self.model.hidden_size
-        tensors = fresh_layers(self.teacher, self.model, self.config.init)
+        tensors = fresh_layers(self.teacher, self.model, self.config.init, adds=1)
         tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
         tensors["norm.weight"] = self.teacher.norm_weight * UNSURE
         tensors["fc.weight"] = torch.cat([random_matrix(width, width, scale=0.3) for _ in self.taps], dim=1)

@@ -112,10 +112,11 @@ def draft_config(teacher: Teacher, config: TrainConfig, *, num_layers: int, qk_n
     )
 
 
-def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init) -> dict[str, Tensor]:
+def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init, *, adds: float) -> dict[str, Tensor]:
     """Weights of draft layers, `layers.0.` first: the target's last layers where shapes agree, else random.
 
-    What a layer adds to the residual starts at zero: the target's own share would drown a residual of another size.
+    What a layer adds to the residual never starts as the target's, whose residual has another size, but at random,
+    times `adds`: 0 where the residual says something from the start, 1 where it does not.
     """
     wanted = {
         name.removeprefix("model."): shape for name, shape in expected_shapes(model).items() if ".layers." in name
@@ -126,7 +127,7 @@ def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init) -> dict[str, 
         _, index, rest = name.split(".", 2)
         source = teacher.tensors.get(f"model.layers.{skipped + int(index)}.{rest}")
         if rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            fresh[name] = torch.zeros(shape)
+            fresh[name] = random_matrix(*shape, scale=adds)
         elif init == "target" and source is not None and tuple(source.shape) == shape:
             fresh[name] = source.float().clone()
         else:

@@ -68,8 +68,8 @@ class TrainConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
                 raise _error(name, value, f"a number above {low:g}, at most {high:g}")
         taps = self.taps
-        if taps is not None and (not taps or not all(type(tap) is int and tap >= 0 for tap in taps)):
-            raise _error("taps", taps, "a list of layer numbers from 0")
+        if taps is not None and not _is_ascending(taps):
+            raise _error("taps", taps, "a list of layer numbers from 0, ascending")
         if type(self.causal) is not bool:
             raise _error("causal", self.causal, "true or false")
 
@@ -122,6 +122,12 @@ _RANGES = {
     "position_decay": (0, 1e6),
     "held_out": (0, 0.5),
 }
+
+
+def _is_ascending(taps: object) -> bool:
+    if not isinstance(taps, tuple) or not taps or not all(type(tap) is int and tap >= 0 for tap in taps):
+        return False
+    return list(taps) == sorted(set(taps))
 
 
 def _error(name: str, value: object, expected: str) -> ConfigError:

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.config import SpeculativeConfig
 from outrider.drafting.profile import PROFILE
 from outrider.errors import LoadError
-from outrider.evaluate.acceptance import measure
+from outrider.evaluate.acceptance import Acceptance, measure
 from outrider.llm import LLM
 from outrider.models.arch import read_json
 from outrider.models.store import resolve
@@ -53,9 +53,9 @@ def self_test(plain: LLM, config: SpeculativeConfig) -> Iterator[SelfTest]:
         except (KeyError, TypeError, ValueError) as error:
             raise LoadError(f"{path}: acceptance of {name} is malformed ({error})") from error
         settings = {"method": config.method, "model": config.model, "num_speculative_tokens": length}
-        counters = measure(plain.sibling(settings), prompts, max_tokens)
+        found = Acceptance.of(measure(plain.sibling(settings), prompts, max_tokens))
         yield SelfTest(
-            workload=name, recorded=recorded, measured=counters.mean_acceptance_length, num_prompts=len(prompts)
+            workload=name, recorded=recorded, measured=found.mean_acceptance_length, num_prompts=len(prompts)
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +100,9 @@ class RunFolder:
         try:
             loaded: dict[str, Any] = torch.load(path, weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
-            raise LoadError(f"{path} cannot be read ({(str(error).splitlines() or ['empty'])[0]}): delete it to start over") from error
+            raise LoadError(
+                f"{path} cannot be read ({(str(error).splitlines() or ['empty'])[0]}): delete it to start over"
+            ) from error
         return loaded
 
     def write_candidate(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -119,7 +122,7 @@ class RunFolder:
         old = self.path / _OLD
         with self._writing():
             shutil.rmtree(old, ignore_errors=True)
-            _replace(self.path / "candidate" / PROFILE, json.dumps(profile, indent=1).encode() + b"\n")
+            _replace(self.path / "candidate" / PROFILE, _readable(profile).encode() + b"\n")
             if self.best.is_dir():
                 os.replace(self.best, old)
             os.replace(self.path / "candidate", self.best)
@@ -154,6 +157,12 @@ def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> Non
                 f"{path} holds a run of another {key} ({given!r} there, {now!r} now): give the same or another folder",
                 param=key,
             )
+
+
+def _readable(profile: Mapping[str, Any]) -> str:
+    """JSON for people: indented, but each list of numbers on one line."""
+    text = json.dumps(profile, indent=1)
+    return re.sub(r"\[[\d\s,.]+\]", lambda found: " ".join(found[0].split()), text)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -66,13 +66,16 @@ def _gapless(share: np.ndarray[tuple[int], np.dtype[np.int64]], groups: int) -> 
     return np.maximum(stepwise, groups - len(share) + place)
 
 
-def batch_of(shard: Shard, members: Sequence[int], layers: Sequence[int]) -> TrainingBatch | None:
-    """Some of a shard's conversations, packed; None for none of them. `layers` names the shard's taps in order."""
+def batch_of(shard: Shard, members: Sequence[int], layers: Sequence[int], dtype: torch.dtype) -> TrainingBatch | None:
+    """Some of a shard's conversations, packed; None for none of them. `layers` names the shard's taps in order.
+
+    States are cast to `dtype`, that of the products: the target may have run in another.
+    """
     spans = [(shard.starts[member], shard.starts[member + 1]) for member in members]
     if not spans:
         return None
     rows = torch.cat([torch.arange(first, end) for first, end in spans])
-    taps = shard.taps[rows]
+    taps = shard.taps[rows].to(dtype)
     starts = np.cumsum([0, *(end - first for first, end in spans)]).tolist()
     by_layer = {layer: taps[:, index].contiguous() for index, layer in enumerate(layers)}
     return TrainingBatch(shard.ids[rows], shard.is_response[rows], by_layer, tuple(starts))

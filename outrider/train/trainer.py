@@ -23,7 +23,7 @@ from outrider.drafting import registry
 from outrider.drafting.train_config import TrainConfig
 from outrider.drafting.training import Teacher, Trainee
 from outrider.errors import ConfigError
-from outrider.evaluate.acceptance import measure
+from outrider.evaluate.acceptance import Acceptance, measure
 from outrider.llm import LLM
 from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_tensors
@@ -35,6 +35,7 @@ from outrider.train.folder import RunFolder
 from outrider.train.optimizer import Optimizer
 from outrider.train.order import Order, batch_of
 from outrider.train.processes import add_up, rank, wait, world
+from outrider.types import RequestStats
 
 Progress = Callable[[str, int, int, str], None]
 _SHARD_LEN = 64
@@ -69,10 +70,16 @@ class Trainer:
         self._teacher = Teacher(target.config, tensors, draft_ids, dtype=dtype, name=llm.model_name)
         torch.manual_seed(config.seed)
         self._trainee: Trainee = registry.trainee(method)(config, self._teacher)
+        if max(self._trainee.taps) > target.config.num_layers:
+            raise ConfigError(
+                f"taps is {self._trainee.taps}, expected layers from 0 to {target.config.num_layers}, which"
+                f" {llm.model_name} has",
+                param="taps",
+            )
         layers = tuple(sorted({*self._trainee.taps, target.config.num_layers}))
         self.capture = Capture(target, samples, layers, places.states, shard_len=_SHARD_LEN)
-        self._prompts = [sample.ids[: _prompt_len(sample)].tolist() for sample in _distinct(held_out)]
-        self._prompts = self._prompts[: config.eval_prompts]
+        judges = _distinct(held_out)[: config.eval_prompts]
+        self._prompts = [(sample.kind, sample.ids[: _prompt_len(sample)].tolist()) for sample in judges]
         lengths = [int(sample.is_response.sum()) for sample in samples]
         self._order = Order(
             lengths,
@@ -113,7 +120,7 @@ class Trainer:
     def _step(self, number: int) -> dict[str, Any]:
         step = self._order.step(number)
         mine = step.members[rank() :: world()]
-        batch = batch_of(self._shard(step.shard), mine, self.capture.taps) if mine else None
+        batch = batch_of(self._shard(step.shard), mine, self.capture.taps, self._teacher.dtype) if mine else None
         sums = torch.zeros(3)
         agreed, counted = torch.zeros(0), torch.zeros(0)
         if batch is not None:
@@ -174,33 +181,35 @@ class Trainer:
             "model": str(folder),
             "num_speculative_tokens": config.num_speculative_tokens,
         }
-        counters = measure(self._llm.sibling(settings), self._prompts, config.eval_tokens)
-        accepted = {
-            "mean_acceptance_length": round(counters.mean_acceptance_length, 4),
-            "per_position_acceptance": [round(rate, 4) for rate in counters.per_position_acceptance],
-        }
-        if counters.mean_acceptance_length > self._best:
-            self._best = counters.mean_acceptance_length
-            self.folder.promote(self._profile(number, accepted))
-        return {"step": number, "response_tokens": self._seen} | accepted
+        served = measure(self._llm.sibling(settings), [ids for _, ids in self._prompts], config.eval_tokens)
+        found = Acceptance.of(served)
+        if found.mean_acceptance_length > self._best:
+            self._best = found.mean_acceptance_length
+            self.folder.promote(self._profile(number, served))
+        return {"step": number, "response_tokens": self._seen} | _rounded(found)
 
-    def _profile(self, number: int, accepted: Mapping[str, Any]) -> dict[str, Any]:
+    def _recorded(self, served: Sequence[RequestStats]) -> dict[str, Any]:
+        """What was accepted, by workload: the kinds of the held-out conversations."""
+        config, workloads = self.config, {}
+        for kind in sorted({kind for kind, _ in self._prompts}):
+            chosen = [index for index, (other, _) in enumerate(self._prompts) if other == kind]
+            workloads[kind or "held_out"] = {
+                "prompts": [self._prompts[index][1] for index in chosen],
+                "max_tokens": config.eval_tokens,
+                "num_speculative_tokens": config.num_speculative_tokens,
+                "temperature": 0,
+                "dtype": str(self._llm.dtype).removeprefix("torch."),
+            } | _rounded(Acceptance.of(served[index] for index in chosen))
+        return workloads
+
+    def _profile(self, number: int, served: Sequence[RequestStats]) -> dict[str, Any]:
         """What the checkpoint is good for, and where it comes from."""
         target = self._llm.engine.model
         return {
             "target": {"name": self._llm.model_name, "fingerprint": fingerprint(target)},
             "method": self.method,
             "num_speculative_tokens": self.config.num_speculative_tokens,
-            "acceptance": {
-                "held_out": {
-                    "prompts": self._prompts,
-                    "max_tokens": self.config.eval_tokens,
-                    "num_speculative_tokens": self.config.num_speculative_tokens,
-                    "temperature": 0,
-                    "dtype": str(target.embedding.dtype).removeprefix("torch."),
-                    **accepted,
-                }
-            },
+            "acceptance": self._recorded(served),
             "provenance": {
                 "step": number,
                 "num_steps": self.num_steps,
@@ -237,6 +246,13 @@ class Trainer:
             "responses": _marks_digest(samples),
             "draft_vocabulary": hashlib.sha256(self._teacher.draft_ids.numpy().tobytes()).hexdigest()[:16],
         } | self.config.as_json()
+
+
+def _rounded(found: Acceptance) -> dict[str, Any]:
+    return {
+        "mean_acceptance_length": round(found.mean_acceptance_length, 4),
+        "per_position_acceptance": [round(rate, 4) for rate in found.per_position_acceptance],
+    }
 
 
 def frequent_ids(samples: Sequence[Sample], vocab_size: int, count: int) -> Tensor:

@@ -47,7 +47,7 @@ class Eagle3Trainee:
 
     def _fresh(self) -> dict[str, Tensor]:
         width = self._model.hidden_size
-        tensors = fresh_layers(self._teacher, self._model, self._config.init)
+        tensors = fresh_layers(self._teacher, self._model, self._config.init, adds=0)
         for name in "qkv":
             # The embedding's half starts small: the target's projections have never seen it.
             known = tensors[f"{_ATTENTION}{name}_proj.weight"]
@@ -75,7 +75,7 @@ class Eagle3Trainee:
             hidden = unrolled.step(hidden, step)
             kept = rows.reaching(step + 2, batch, self._teacher.is_drafted)
             if not len(kept):
-                continue
+                break
             # The token that step k drafts follows row p + k + 1, where the teacher says what it should be.
             probs = self._teacher.probs(batch, rows.index[kept] + step + 1)
             loss, sums = chunked(_row_losses, [hidden[kept], probs], [self._teacher.head])

@@ -96,8 +96,8 @@ def shard() -> Shard:
 
 
 def test_a_batch_packs_the_conversations_it_names() -> None:
-    batch = batch_of(shard(), (2, 0), (1, 4, 6))
-    assert batch is not None
+    batch = batch_of(shard(), (2, 0), (1, 4, 6), torch.float64)
+    assert batch is not None and batch.taps[4].dtype is torch.float64
     places = [8, 9, 0, 1, 2]
     assert batch.ids.tolist() == [100 + place for place in places]
     assert batch.is_response.tolist() == [place % 2 == 0 for place in places]
@@ -108,4 +108,4 @@ def test_a_batch_packs_the_conversations_it_names() -> None:
 
 
 def test_no_conversations_are_no_batch() -> None:
-    assert batch_of(shard(), (), (1, 4, 6)) is None
+    assert batch_of(shard(), (), (1, 4, 6), torch.float32) is None

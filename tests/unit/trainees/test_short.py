@@ -68,15 +68,3 @@ def test_responses_of_tokens_that_cannot_be_drafted_have_no_loss(method: str) ->
     loss = trainee.loss(batch((5, 9), first_id=10), torch.Generator())
     assert set(numbers(loss)) == {0.0}
     loss.total.backward()
-
-
-def test_eagle3_learns_a_late_draft_where_no_first_one_counts() -> None:
-    """So that what conversations cost does not depend on which others are in the batch."""
-    conversation = batch((2, 4), first_id=tiny.VOCAB - 6)
-    loss = trainee_of("eagle3", drafted=1).loss(conversation, torch.Generator())
-    assert loss.counted.tolist() == [1, 1, 0]
-    only_late = TrainingBatch(
-        torch.where(torch.arange(6) < 5, 0, conversation.ids), conversation.is_response, conversation.taps, (0, 6)
-    )
-    later = trainee_of("eagle3", drafted=1).loss(only_late, torch.Generator())
-    assert float(later.total.detach()) == 0 or later.counted.sum() > 0
