@@ -88,17 +88,17 @@ class Capture:
         path = self._path(index)
         samples = self._samples[index * self._shard_len : (index + 1) * self._shard_len]
         starts = torch.tensor(np.cumsum([0, *(len(sample.ids) for sample in samples)]))
+        ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]))
         if path is not None and path.is_file():
             taps = _read(path, starts)
         else:
             taps = torch.cat(list(_forward(self._model, samples, self._kept)))
             if path is not None:
-                ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]))
                 _write(path, {"ids": ids, "starts": starts, "taps": taps})
         if len(self._picked) < len(self._kept):
             taps = taps[:, self._picked]
-        ids, is_response = (np.concatenate([getattr(s, name) for s in samples]) for name in ("ids", "is_response"))
-        return Shard(torch.from_numpy(ids).long(), torch.from_numpy(is_response), taps, tuple(starts.tolist()))
+        is_response = torch.from_numpy(np.concatenate([sample.is_response for sample in samples]))
+        return Shard(ids.long(), is_response, taps, tuple(starts.tolist()))
 
     def missing(self) -> list[int]:
         """Shards that are not on disk."""

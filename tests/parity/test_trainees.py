@@ -75,7 +75,7 @@ def agreement(trainee: Trainee, model: LlamaModel, item: Round, depth: int) -> t
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {method: (method, {}) for method in registry.trainable()} | {
-    "dflash, not causal": ("dflash", {"causal": False, "taps": [0, 3, 6], "num_layers": 1}),
+    "dflash, not causal": ("dflash", {"causal": False, "taps": [0, 3, 6], "num_layers": 2}),
     "dspark, one tap": ("dspark", {"taps": [3], "num_layers": 3, "intermediate_size": 32}),
     "eagle3, other taps": ("eagle3", {"taps": [0, 2, 4, 6], "intermediate_size": 48}),
 }
@@ -91,7 +91,7 @@ def test_training_drafts_what_serving_drafts(name: str, tmp_path: Path) -> None:
     settings = save(trainee, tmp_path) | {"num_speculative_tokens": N}
     rounds = [item for item in rounds_of(overheard(model, settings, script), requests) if len(item.chain) == N]
     assert len(rounds) > 8
-    assert len({item.chain for item in rounds}) > 5
+    assert len({item.chain for item in rounds}) > 2
     for item in rounds:
         for depth in range(N):
             assert agreement(trainee, model, item, depth) == (1, 1), (item, depth)

@@ -35,11 +35,11 @@ def corpus(seed: int = 0) -> list[Sample]:
 
 
 def joined(samples: list[Sample]) -> Sample:
-    return Sample(*(np.concatenate([getattr(s, name) for s in samples]) for name in ("ids", "is_response")))
+    return Sample(np.concatenate([s.ids for s in samples]), np.concatenate([s.is_response for s in samples]))
 
 
 def made(folder: Path | None, model: LlamaModel | None = None, taps: tuple[int, ...] = TAPS, **changes: Any) -> Capture:
-    settings = {"samples": corpus(), "shard_len": SHARD} | changes
+    settings: dict[str, Any] = {"samples": corpus(), "shard_len": SHARD} | changes
     return Capture(model or tiny.tiny_model(0), taps=taps, folder=folder, **settings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,18 @@ def test_the_best_reaches_what_its_profile_records(
         assert round(found.mean_acceptance_length, 4) == record["mean_acceptance_length"]
         assert [round(rate, 4) for rate in found.per_position_acceptance] == record["per_position_acceptance"]
     assert record["mean_acceptance_length"] == entry["mean_acceptance_length"]
+
+
+def test_acceptance_is_recorded_by_kind_of_conversation(llm: LLM, corpus: Corpus, tmp_path: Path) -> None:
+    kinds = Corpus([replace(sample, kind="ab"[index % 2]) for index, sample in enumerate(corpus.samples)])
+    trainer = lesson.trainer_of("eagle3", llm, kinds, tmp_path, **SHORT)
+    best = trainer.run()
+    records = json.loads((trainer.folder.best / "speculation_profile.json").read_text())["acceptance"]
+    assert sorted(records) == ["a", "b"]
+    prompts = [prompt for record in records.values() for prompt in record["prompts"]]
+    assert len(prompts) == len({tuple(prompt) for prompt in prompts}) == 6
+    values = [record["mean_acceptance_length"] for record in records.values()]
+    assert min(values) <= round(best, 4) <= max(values)
 
 
 def test_held_out_prompts_are_not_trained_on(whole: Callable[[str], Trainer], corpus: Corpus) -> None:
