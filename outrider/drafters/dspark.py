@@ -26,12 +26,12 @@ from outrider.drafting.block_export import BlockExport
 from outrider.drafting.block_loading import load_block
 from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.drawing import Drawing
 from outrider.drafting.export import ExportTarget, Limit, Written, values
 from outrider.drafting.vocabulary import DraftVocabulary
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.models.layers import take_rows
 from outrider.models.linear import Linear
-from outrider.sampling import concatenate, distributions, draft_group, draw, entries_of, greedy
 from outrider.types import Distributions, Proposal
 
 HeadType = Literal["vanilla", "gated", "rnn"]
@@ -195,33 +195,26 @@ class _Chains:
     """The drafts of one round while they are made, all first drafts first. Rows [R] lie request by request."""
 
     def __init__(self, context: DraftContext, budgets: Sequence[int], vocabulary: DraftVocabulary) -> None:
-        self._context, self._vocabulary = context, vocabulary
-        self._budgets = np.array(budgets)
+        self._drawing, self._budgets = Drawing(context, vocabulary), np.array(budgets)
         self._firsts = np.cumsum(self._budgets) - self._budgets
         anchors = [int(history[-1]) for history in context.histories]
         device = vocabulary.embedding.device
         self.previous = torch.tensor(anchors, device=device)
         self._anchors = self.previous.clone()
         self.tokens = torch.zeros(int(self._budgets.sum()), dtype=torch.int64, device=device)
-        self._drawn: list[Distributions] = []
-        self._drawn_rows: list[npt.NDArray[np.int64]] = []
+        self._chosen_rows: list[npt.NDArray[np.int64]] = []
 
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(position, rows [A], requests [A]) for each draft position: the requests that draft there, and their rows."""
         for step in range(int(self._budgets.max())):
             requests = np.flatnonzero(self._budgets > step)
             rows = self._firsts[requests] + step
-            self._drawn_rows.append(rows)
+            self._chosen_rows.append(rows)
             yield step, torch.from_numpy(rows).to(self.tokens.device), torch.from_numpy(requests).to(self.tokens.device)
 
     def choose(self, logits: Tensor, step: int, rows: Tensor, requests: Tensor) -> None:
         """Take one draft from each row of logits [A, Vd], the likeliest or a drawn one."""
-        if self._context.sample_method == "greedy":
-            tokens = self._vocabulary.to_target(greedy(logits))
-        else:
-            groups = [draft_group(self._context.groups[index], step) for index in requests.tolist()]
-            self._drawn.append(distributions(self._vocabulary.widen(logits), groups))
-            tokens = torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
+        tokens = self._drawing.choose(logits, step, requests.tolist())
         self.tokens[rows] = self.previous[requests] = tokens
 
     def before(self) -> Tensor:
@@ -233,13 +226,7 @@ class _Chains:
 
     def drawn_from(self) -> Distributions | None:
         """What the drafts were drawn from, request by request; None if they were not drawn."""
-        if not self._drawn:
-            return None
-        by_step = concatenate(self._drawn)
-        order = np.argsort(np.concatenate(self._drawn_rows))
-        entries, starts = entries_of(by_step.starts.numpy(), order)
-        chosen = torch.from_numpy(entries)
-        return Distributions(by_step.ids[chosen], by_step.probs[chosen], torch.from_numpy(starts))
+        return self._drawing.drawn_from(np.argsort(np.concatenate(self._chosen_rows)))
 
 
 class DSparkExporter:

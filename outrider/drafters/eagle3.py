@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.config import SpeculativeConfig
 from outrider.drafting.autoregressive import AutoregressiveLoop, first_seen, keep_rows
 from outrider.drafting.base import DraftContext, TargetInfo
-from outrider.drafting.checkpoint import Checkpoint, check_tensors, placed, read_checkpoint
+from outrider.drafting.checkpoint import Checkpoint, MadeFor, check_tensors, placed, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
 from outrider.drafting.export import (
     Ends,
@@ -190,20 +190,14 @@ class Eagle3Drafter:
 def _checked(checkpoint: Checkpoint, config: Eagle3Config, target: TargetInfo) -> dict[str, Tensor]:
     """The tensors, held against config and target, with the first layer under its present name."""
     theirs, width = target.model.config, config.model.hidden_size
-    pairs = [
-        ("vocabulary", config.model.vocab_size, theirs.vocab_size),
-        ("target width", config.target_hidden_size, theirs.hidden_size),
-        ("number of target layers", config.num_target_layers, theirs.num_layers),
-    ]
-    for what, ours, given in pairs:
-        if ours != given:
-            raise checkpoint.mismatch(
-                f"has a {what} of {ours}, the target one of {given}: use the drafter of this target"
-            )
-    if config.taps[-1] > theirs.num_layers:
-        raise checkpoint.mismatch(f"reads layer {config.taps[-1]}, the target has {theirs.num_layers}: wrong target")
-    if config.draft_vocab_size > theirs.vocab_size:
-        raise checkpoint.mismatch(f"drafts from {config.draft_vocab_size} tokens, more than its {theirs.vocab_size}")
+    made_for = MadeFor(
+        config.model.vocab_size,
+        config.target_hidden_size,
+        config.num_target_layers,
+        config.taps,
+        config.draft_vocab_size,
+    )
+    made_for.check(checkpoint, theirs)
     if not config.fuses_taps and width != theirs.hidden_size:
         raise checkpoint.mismatch(f"has width {width} and no fc, the target's state is {theirs.hidden_size} wide")
     fusion = checkpoint.tensors.get("fc.weight")
@@ -363,18 +357,7 @@ class _Layer:
         self._output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
         self._gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
         self._down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
-        norms = [tensors[f"{prefix}self_attn.{name}_norm.weight"].float() for name in "qk" if model.qk_norm]
-        self._heads = Heads(
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            cosine=rope[0],
-            sine=rope[1],
-            scale=model.head_dim**-0.5,
-            q_norm=norms[0] if norms else None,
-            k_norm=norms[1] if norms else None,
-            norm_eps=model.rms_norm_eps,
-        )
+        self._heads = Heads.of(model, tensors, prefix + "self_attn.", rope)
         self._no_query = replace(self._heads, num_heads=0, q_norm=None)
 
     def fill(self, inputs: Tensor, batch: Batch, cache: LayerCache) -> None:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.drawing import Drawing
 from outrider.drafting.filled import FilledRows
 from outrider.drafting.vocabulary import DraftVocabulary
 from outrider.models.attention import Batch, LayerCache
 from outrider.models.layers import take_rows
-from outrider.sampling import concatenate, distributions, draft_group, draw, entries_of, greedy
-from outrider.types import Distributions, Proposal
+from outrider.types import Proposal
 
 _TAP_ROWS = 2048
 """Rows combined at once: their taps are copied together, several times the draft's width each."""
@@ -150,19 +150,13 @@ class _Chains:
     """The drafts of one round while they are made, all first drafts first."""
 
     def __init__(self, context: DraftContext, budgets: npt.NDArray[np.int64], vocabulary: DraftVocabulary) -> None:
-        self._context, self._budgets, self._vocabulary = context, budgets, vocabulary
+        self._budgets, self._drawing = budgets, Drawing(context, vocabulary)
         self._tokens: list[Tensor] = []
         self._requests: list[npt.NDArray[np.int64]] = []
-        self._drawn: list[Distributions] = []
 
     def choose(self, logits: Tensor, step: int, active: npt.NDArray[np.int64]) -> Tensor:
         """Take one draft from each row of logits [R, Vd], the likeliest or a drawn one; target ids [R]."""
-        if self._context.sample_method == "greedy":
-            tokens = self._vocabulary.to_target(greedy(logits))
-        else:
-            groups = [draft_group(self._context.groups[index], step) for index in active.tolist()]
-            self._drawn.append(distributions(self._vocabulary.widen(logits), groups))
-            tokens = torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
+        tokens = self._drawing.choose(logits, step, active.tolist())
         self._tokens.append(tokens)
         self._requests.append(active)
         return tokens
@@ -175,12 +169,4 @@ class _Chains:
         order = np.argsort(requests, kind="stable")
         tokens = torch.cat(self._tokens).cpu().numpy()[order]
         parts = np.split(tokens, np.cumsum(self._budgets)[:-1])
-        return Proposal(tuple(tuple(part.tolist()) for part in parts), self._drawn_from(order))
-
-    def _drawn_from(self, order: npt.NDArray[np.int64]) -> Distributions | None:
-        if not self._drawn:
-            return None
-        by_step = concatenate(self._drawn)
-        entries, starts = entries_of(by_step.starts.numpy(), order)
-        chosen = torch.from_numpy(entries)
-        return Distributions(by_step.ids[chosen], by_step.probs[chosen], torch.from_numpy(starts))
+        return Proposal(tuple(tuple(part.tolist()) for part in parts), self._drawing.drawn_from(order))

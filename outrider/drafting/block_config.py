@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.drafting.base import TargetInfo
 from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
-from outrider.errors import DrafterMismatch
 from outrider.models.arch import ModelConfig
 
 NESTED = "dflash_config"
@@ -56,32 +54,6 @@ class BlockConfig:
     num_target_layers: int | None
     sample_from_anchor: bool
     source: str
-
-    def check_target(self, target: TargetInfo) -> None:
-        """Raise DrafterMismatch naming the first thing in which the target is not the one it was trained for."""
-        theirs = target.model.config
-        pairs = [
-            ("vocabulary", self.model.vocab_size, theirs.vocab_size),
-            ("target width", self.target_hidden_size, theirs.hidden_size),
-            ("number of target layers", self.num_target_layers or theirs.num_layers, theirs.num_layers),
-        ]
-        for what, ours, given in pairs:
-            if ours != given:
-                raise self.mismatch(
-                    f"has a {what} of {ours}, the target one of {given}: use the drafter of this target"
-                )
-        if self.taps[-1] > theirs.num_layers:
-            raise self.mismatch(f"reads layer {self.taps[-1]}, the target has {theirs.num_layers}: wrong target")
-        if self.mask_token_id >= self.model.vocab_size:
-            raise self.mismatch(
-                f"has mask token {self.mask_token_id}, outside its vocabulary of {self.model.vocab_size}"
-            )
-        if self.draft_vocab_size > self.model.vocab_size:
-            raise self.mismatch(f"drafts from {self.draft_vocab_size} tokens, more than its {self.model.vocab_size}")
-
-    def mismatch(self, what: str) -> DrafterMismatch:
-        """The error for this checkpoint."""
-        return DrafterMismatch(f"drafter {self.source} {what}", param="model")
 
 
 def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: bool | None) -> BlockConfig:

@@ -104,17 +104,7 @@ class _Layer:
         self.output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
         self.gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
         self.down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
-        self.heads = Heads(
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            cosine=rope[0],
-            sine=rope[1],
-            scale=model.head_dim**-0.5,
-            q_norm=tensors[prefix + "self_attn.q_norm.weight"].float().contiguous(),
-            k_norm=tensors[prefix + "self_attn.k_norm.weight"].float().contiguous(),
-            norm_eps=model.rms_norm_eps,
-        )
+        self.heads = Heads.of(model, tensors, prefix + "self_attn.", rope)
         self.context_heads = replace(self.heads, num_heads=0, q_norm=None)
 
     def context(self, features: Tensor, batch: Batch, cache: LayerCache) -> None:

@@ -21,14 +21,14 @@ from outrider.drafting.differentiable import (
     Weights,
     attend,
     draft_config,
+    fresh_fusion,
     fresh_layers,
     gated_mlp,
-    random_matrix,
-    rms_norm,
 )
 from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
 from outrider.drafting.training import Teacher, TrainingBatch, spread_taps
+from outrider.models.layers import reference_rms_norm
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class BlockNetwork:
         tensors = fresh_layers(self.teacher, self.model, self.config.init, adds=1)
         tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
         tensors["norm.weight"] = self.teacher.norm_weight * UNSURE
-        tensors["fc.weight"] = torch.cat([random_matrix(width, width, scale=0.3) for _ in self.taps], dim=1)
-        tensors["fc.weight"][:, -width:] += torch.eye(width)
+        tensors["fc.weight"] = fresh_fusion(len(self.taps), width)
         return tensors
 
     def states(self, batch: TrainingBatch, anchors: Anchors, weights: Weights) -> Tensor:
@@ -90,14 +89,14 @@ class BlockNetwork:
         bounds = list(zip(batch.starts, batch.starts[1:], strict=False))
         positions = torch.cat([torch.arange(end - first) for first, end in bounds])
         taps = torch.cat([batch.taps[layer] for layer in self.taps], dim=1)
-        context = rms_norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+        context = reference_rms_norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
         ids = torch.full((len(anchors.index), size), self.mask_token_id)
         ids[:, 0] = batch.ids[anchors.index]
         residual = self.teacher.embedding[ids.flatten()]
         places = (positions[anchors.index][:, None] + torch.arange(size)).flatten()
         for index in range(self.model.num_layers):
             prefix = f"layers.{index}."
-            inputs = rms_norm(residual, weights[prefix + "input_layernorm.weight"], eps)
+            inputs = reference_rms_norm(residual, weights[prefix + "input_layernorm.weight"], eps)
             query = self._head(inputs, weights, prefix, "q", places)
             keys, values = self._key_value(context, weights, prefix, positions)
             own = [part.unflatten(0, (-1, size)) for part in self._key_value(inputs, weights, prefix, places)]
@@ -109,14 +108,14 @@ class BlockNetwork:
                 seen = seen.repeat_interleave(size, dim=0)
                 parts.append(attend(rows, keys[first:end], values[first:end], seen, extra))
             residual = residual + torch.cat(parts) @ weights[prefix + "self_attn.o_proj.weight"].T
-            normed = rms_norm(residual, weights[prefix + "post_attention_layernorm.weight"], eps)
+            normed = reference_rms_norm(residual, weights[prefix + "post_attention_layernorm.weight"], eps)
             residual = residual + gated_mlp(normed, weights, prefix + "mlp.")
-        states: Tensor = rms_norm(residual, weights["norm.weight"], eps).unflatten(0, (-1, size))
+        states: Tensor = reference_rms_norm(residual, weights["norm.weight"], eps).unflatten(0, (-1, size))
         return states[:, 1:]
 
     def _head(self, inputs: Tensor, weights: Weights, prefix: str, name: str, positions: Tensor) -> Tensor:
         heads = (inputs @ weights[f"{prefix}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, self.model.head_dim))
-        normed = rms_norm(heads, weights[f"{prefix}self_attn.{name}_norm.weight"], self.model.rms_norm_eps)
+        normed = reference_rms_norm(heads, weights[f"{prefix}self_attn.{name}_norm.weight"], self.model.rms_norm_eps)
         return self._rope(normed, positions)
 
     def _key_value(self, inputs: Tensor, weights: Weights, prefix: str, positions: Tensor) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import OFFSETS, UNREAD
 from outrider.errors import DrafterMismatch
-from outrider.models.arch import read_json
+from outrider.models.arch import ModelConfig, read_json
 from outrider.models.loading import load_tensors
 from outrider.models.store import resolve
 
@@ -40,6 +40,34 @@ class Checkpoint:
     def mismatch(self, what: str) -> DrafterMismatch:
         """The error for this checkpoint."""
         return DrafterMismatch(f"drafter {self.source} {what}", param="model")
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """The target that a config says it was made for; `taps` ascending, `num_layers` None where it does not say."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int | None
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+
+    def check(self, checkpoint: Checkpoint, target: ModelConfig) -> None:
+        """Raise DrafterMismatch naming the first thing in which the target is not the one it was made for."""
+        pairs = [
+            ("vocabulary", self.vocab_size, target.vocab_size),
+            ("target width", self.hidden_size, target.hidden_size),
+            ("number of target layers", self.num_layers or target.num_layers, target.num_layers),
+        ]
+        for what, ours, given in pairs:
+            if ours != given:
+                raise checkpoint.mismatch(
+                    f"has a {what} of {ours}, the target one of {given}: use the drafter of this target"
+                )
+        if self.taps[-1] > target.num_layers:
+            raise checkpoint.mismatch(f"reads layer {self.taps[-1]}, the target has {target.num_layers}: wrong target")
+        if self.draft_vocab_size > self.vocab_size:
+            raise checkpoint.mismatch(f"drafts from {self.draft_vocab_size} tokens, more than its {self.vocab_size}")
 
 
 def read_checkpoint(name: str) -> Checkpoint:

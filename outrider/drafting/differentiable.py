@@ -24,12 +24,6 @@ UNSURE = 0.3
 """Share of the target's final norm to start from: at full size a network that knows nothing yet is sure of it."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis in float32, in x's type."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-
-
 def gated_mlp(x: Tensor, weights: Weights, prefix: str) -> Tensor:
     """down(silu(gate x) * up x)."""
     gate = torch.nn.functional.silu((x @ weights[prefix + "gate_proj.weight"].T).float())
@@ -133,6 +127,13 @@ def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init, *, adds: floa
         else:
             fresh[name] = torch.ones(shape) if len(shape) == 1 else random_matrix(*shape)
     return fresh
+
+
+def fresh_fusion(num_taps: int, width: int) -> Tensor:
+    """Weights [D, taps x D] of a fusion that starts as the last tap, with a little of each."""
+    fusion = torch.cat([random_matrix(width, width, scale=0.3) for _ in range(num_taps)], dim=1)
+    fusion[:, -width:] += torch.eye(width)
+    return fusion
 
 
 def random_matrix(rows: int, columns: int, *, scale: float = 1.0) -> Tensor:

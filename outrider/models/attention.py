@@ -7,7 +7,7 @@ G key/value heads, E head size, S slots (blocks x block size).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outrider.models.arch import ModelConfig
 from outrider.models.layers import reference_rms_norm
 from outrider.models.linear import kernel, kernels_for
 
@@ -111,6 +112,22 @@ class Heads:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
+
+    @classmethod
+    def of(cls, config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, rope: tuple[Tensor, Tensor]) -> Heads:
+        """A layer's heads; its norms, where the config has them, are `q_norm` and `k_norm` under the prefix."""
+        norms = [tensors[f"{prefix}{name}_norm.weight"].float().contiguous() for name in "qk" if config.qk_norm]
+        return cls(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            cosine=rope[0],
+            sine=rope[1],
+            scale=config.head_dim**-0.5,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
+            norm_eps=config.rms_norm_eps,
+        )
 
 
 def fits_kernels(heads: Heads) -> bool:

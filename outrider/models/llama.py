@@ -85,18 +85,7 @@ class _Layer:
         self.output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
         self.gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
         self.down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
-        norms = [tensors[f"{prefix}self_attn.{name}_norm.weight"].float() for name in "qk" if config.qk_norm]
-        self.heads = Heads(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            cosine=rope[0],
-            sine=rope[1],
-            scale=config.head_dim**-0.5,
-            q_norm=norms[0] if norms else None,
-            k_norm=norms[1] if norms else None,
-            norm_eps=config.rms_norm_eps,
-        )
+        self.heads = Heads.of(config, tensors, prefix + "self_attn.", rope)
 
     def __call__(
         self, residual: Tensor, delta: Tensor | None, batch: Batch, starts: Tensor, cache: LayerCache

@@ -21,15 +21,16 @@ from outrider.drafting.differentiable import (
     Weights,
     attend,
     draft_config,
+    fresh_fusion,
     fresh_layers,
     gated_mlp,
     random_matrix,
-    rms_norm,
 )
 from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
 from outrider.drafting.training import Teacher, TrainingBatch, TrainingLoss, spread_taps
 from outrider.losses import chunked, soft_cross_entropy
+from outrider.models.layers import reference_rms_norm
 
 _LAYER = "layers.0."
 _ATTENTION = _LAYER + "self_attn."
@@ -57,8 +58,7 @@ class Eagle3Trainee:
         tensors[_LAYER + "hidden_norm.weight"] = tensors[_LAYER + "input_layernorm.weight"].clone()
         tensors[_LAYER + "input_layernorm.weight"] = torch.ones(width)
         tensors["norm.weight"] = self._teacher.norm_weight * UNSURE
-        tensors["fc.weight"] = torch.cat([random_matrix(width, width, scale=0.3) for _ in self.taps], dim=1)
-        tensors["fc.weight"][:, -width:] += torch.eye(width)
+        tensors["fc.weight"] = fresh_fusion(len(self.taps), width)
         return tensors | {f"fc_norm.{index}.weight": torch.ones(width) for index in range(len(self.taps))}
 
     def loss(self, batch: TrainingBatch, generator: torch.Generator) -> TrainingLoss:
@@ -86,7 +86,7 @@ class Eagle3Trainee:
     def _combine(self, batch: TrainingBatch, weights: Weights) -> Tensor:
         eps = self._model.rms_norm_eps
         parts = [
-            rms_norm(batch.taps[layer], weights[f"fc_norm.{index}.weight"], eps)
+            reference_rms_norm(batch.taps[layer], weights[f"fc_norm.{index}.weight"], eps)
             for index, layer in enumerate(self.taps)
         ]
         return torch.cat(parts, dim=1) @ weights["fc.weight"].T
@@ -168,15 +168,15 @@ class _Unrolled:
         if step:
             self._own.append(self._key_value(inputs, positions))
         residual = residual + self._attended(query) @ self._weights[_ATTENTION + "o_proj.weight"].T
-        normed = rms_norm(residual, self._weights[_LAYER + "post_attention_layernorm.weight"], eps)
+        normed = reference_rms_norm(residual, self._weights[_LAYER + "post_attention_layernorm.weight"], eps)
         residual = residual + gated_mlp(normed, self._weights, _LAYER + "mlp.")
-        return rms_norm(residual, self._weights["norm.weight"], eps)
+        return reference_rms_norm(residual, self._weights["norm.weight"], eps)
 
     def _inputs(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads [R, 2 D], and the residual [R, D]: the normed state."""
         eps = self._model.rms_norm_eps
-        embedded = rms_norm(self._embedding[ids], self._weights[_LAYER + "input_layernorm.weight"], eps)
-        normed = rms_norm(hidden, self._weights[_LAYER + "hidden_norm.weight"], eps)
+        embedded = reference_rms_norm(self._embedding[ids], self._weights[_LAYER + "input_layernorm.weight"], eps)
+        normed = reference_rms_norm(hidden, self._weights[_LAYER + "hidden_norm.weight"], eps)
         return torch.cat([embedded, normed], dim=1), normed
 
     def _heads(self, inputs: Tensor, name: str, count: int) -> Tensor:
