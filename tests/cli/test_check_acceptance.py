@@ -10,12 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Here
-from tests.kit import lesson
+from tests.kit import lesson, threads
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    with lesson.one_thread():
+    with threads.one_thread():
         yield
 
 

@@ -12,7 +12,7 @@ from outrider.cli.progress import ProgressBars
 from outrider.drafting import registry
 from outrider.drafting.profile import read_profile
 from outrider.train import trainer as training
-from tests.kit import lesson
+from tests.kit import lesson, threads
 from tests.kit.command import Here
 
 SETTINGS = {
@@ -26,7 +26,7 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(training, "can_draw", lambda: False)
-    with lesson.one_thread():
+    with threads.one_thread():
         yield
 
 

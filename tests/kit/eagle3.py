@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.kit import tiny
+from tests.kit.block_checkpoints import REDUCED, ends
 
-REDUCED, INNER = 40, 96
+INNER = 96
 TARGET: dict[str, Any] = {"num_layers": 6}
 """The target that these belong to: a tiny one of six layers."""
 
@@ -95,21 +96,6 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
         return 1 + 0.3 * noise
     # Sharp queries and keys: attention that is spread evenly would hide what it looks at.
     return noise * (2.0 if "q_proj" in name or "k_proj" in name else 1.0) * shape[-1] ** -0.5
-
-
-def ends(seed: int, *, width: int = tiny.WIDTH, drafted: int = tiny.VOCAB) -> dict[str, Tensor]:
-    """An embedding and an output matrix of its own; with d2t and t2d where not every token can be drafted."""
-    generator = torch.Generator().manual_seed(seed + 1000)
-    tensors = {
-        "embed_tokens.weight": torch.randn(tiny.VOCAB, width, generator=generator),
-        "lm_head.weight": 0.6 * torch.randn(drafted, width, generator=generator),
-    }
-    if drafted != tiny.VOCAB:
-        chosen = torch.randperm(tiny.VOCAB, generator=generator)[:drafted].sort().values
-        seen = torch.zeros(tiny.VOCAB, dtype=torch.bool)
-        seen[chosen] = True
-        tensors |= {"d2t": chosen - torch.arange(drafted), "t2d": seen}
-    return tensors
 
 
 def norms(seed: int, **sizes: int) -> dict[str, Tensor]:

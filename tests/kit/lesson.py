@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from outrider.drafting.train_config import TrainConfig
 from outrider.llm import LLM
@@ -55,15 +53,6 @@ def save_target(folder: Path) -> Path:
 def load_target(folder: Path) -> LLM:
     """An engine over it in float32."""
     return LLM(str(folder), dtype="float32", max_num_seqs=8, kv_cache_tokens=2048)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within it torch uses one: on matrices this small more only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def answers(llm: LLM, count: int) -> list[tuple[list[int], list[int]]]:

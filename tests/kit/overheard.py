@@ -96,6 +96,14 @@ def overheard(model: LlamaModel, speculative: Mapping[str, Any], script: scripte
     return engine
 
 
+def requests_of(lengths: Sequence[int], **params: Any) -> list[Request]:
+    """Requests of prompts of these lengths, each with its seed and a little longer an answer than the last."""
+    return [
+        tiny.make_request(f"{i}", tiny.random_prompt(40 + i, length), seed=i, max_tokens=22 + i, **params)
+        for i, length in enumerate(lengths)
+    ]
+
+
 def rounds_of(engine: Engine, requests: Sequence[Request]) -> list[Round]:
     """Run the requests; what was proposed for them."""
     assert isinstance(engine.drafter, Overheard)

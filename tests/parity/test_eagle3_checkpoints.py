@@ -16,6 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import DrafterMismatch, LoadError
 from outrider.models.llama import LlamaModel
 from tests.kit import eagle3, tiny
+from tests.kit.damage import DAMAGES
 from tests.kit.eagle3 import VARIANTS, Made
 
 # Without these the target's own are used, where they fit; t2d is for training only.
@@ -75,19 +76,7 @@ def test_a_tensor_of_another_name_is_named(name: str, tensor: str, model: LlamaM
         load(model, made, tmp_path)
 
 
-def _recast(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.int32)
-
-
-def _longer(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor[:1]])
-
-
-def _deeper(tensor: Tensor) -> Tensor:
-    return tensor[None]
-
-
-@pytest.mark.parametrize("spoil", [_recast, _longer, _deeper])
+@pytest.mark.parametrize("spoil", DAMAGES)
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
 def test_a_tensor_of_another_type_or_shape_is_named(
     name: str, tensor: str, spoil: Callable[[Tensor], Tensor], model: LlamaModel, tmp_path: Path

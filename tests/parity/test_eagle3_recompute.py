@@ -15,11 +15,10 @@ import torch
 
 from outrider.engine.engine import Engine
 from outrider.models.llama import LlamaModel
-from outrider.types import Request
-from tests.kit import eagle3, scripted, tiny
+from tests.kit import eagle3, scripted, threads, tiny
 from tests.kit.eagle3 import Made
 from tests.kit.eagle3_reference import Eagle3Reference
-from tests.kit.overheard import Overheard, Round, overheard, rounds_of, taps_of
+from tests.kit.overheard import Overheard, Round, overheard, requests_of, rounds_of, taps_of
 
 SEED = 5
 TEMPERATURE = 0.8
@@ -28,22 +27,13 @@ TEMPERATURE = 0.8
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """The reference's matrices are too small to share: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads.one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaModel:
     return tiny.tiny_model(SEED, **eagle3.TARGET)
-
-
-def requests_of(lengths: Sequence[int], **params: Any) -> list[Request]:
-    return [
-        tiny.make_request(f"{i}", tiny.random_prompt(40 + i, length), seed=i, max_tokens=22 + i, **params)
-        for i, length in enumerate(lengths)
-    ]
 
 
 def hear(model: LlamaModel, made: Made, folder: Path, script: scripted.Scripted, **settings: Any) -> Engine:

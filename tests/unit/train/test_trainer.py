@@ -24,7 +24,7 @@ from outrider.train import trainer as training
 from outrider.train.corpus import Corpus
 from outrider.train.trainer import Trainer, frequent_ids
 from outrider.types import RequestStats
-from tests.kit import lesson
+from tests.kit import lesson, threads
 
 STEPS, EVERY = 32, 4
 SHORT = {"epochs": 3.0}
@@ -33,7 +33,7 @@ SHORT = {"epochs": 3.0}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    with lesson.one_thread():
+    with threads.one_thread():
         yield
 
 
