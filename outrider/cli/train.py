@@ -98,16 +98,16 @@ def _trainer(options: TrainOptions, config: TrainConfig, bars: ProgressBars) -> 
     corpus = read_corpus(
         options.corpus, vocab_size=vocab_size, max_len=min(max_len, config.max_len), chat=Chat(tokenizer)
     )
-    say = sys.stderr.write if rank() == 0 else len
-    for reason, count in corpus.refused.most_common():
-        say(f"{options.corpus}: {count} lines left out: {reason}\n")
+    told = [f"{options.corpus}: {count} lines left out: {reason}" for reason, count in corpus.refused.most_common()]
     llm = LLM(options.target, max_num_seqs=config.eval_prompts, kv_cache_tokens=32768)
     trainer = Trainer(options.method, llm, corpus, config, Places(run=options.output, states=options.states), bars.show)
     needed = trainer.capture.bytes_needed() if options.states else 0
-    say(
+    told.append(
         f"{len(corpus.samples)} conversations, {corpus.num_response_tokens} response tokens, {trainer.num_steps} steps;"
-        f" states still to capture: {needed / 1e9:.1f} GB on disk\n"
+        f" states still to capture: {needed / 1e9:.1f} GB on disk"
     )
+    if rank() == 0:
+        sys.stderr.write("\n".join(told) + "\n")
     trainer.capture.check_disk()
     return trainer
 
