@@ -24,11 +24,16 @@ from outrider.drafting.differentiable import (
     fresh_fusion,
     fresh_layers,
     gated_mlp,
+    random_matrix,
 )
 from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
 from outrider.drafting.training import Teacher, TrainingBatch, spread_taps
+from outrider.models.arch import ModelConfig
 from outrider.models.layers import reference_rms_norm
+
+_FAINT, _SHARP = 0.1, 1.3
+"""Of heads that look back: how much rows' content says at first, and the size of their normed queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class BlockNetwork:
     def __init__(self, config: TrainConfig, teacher: Teacher) -> None:
         self.config, self.teacher = config, teacher
         self.taps = config.taps or spread_taps(teacher.config.num_layers)
-        self.model = draft_config(teacher, config, num_layers=2, qk_norm=True)
+        self.model = draft_config(teacher, config, num_layers=2, qk_norm=True, attention_bias=True)
         self.mask_token_id = _mask_token(teacher)
         self._rope = Rope(self.model, config.max_len + config.block_size)
         block = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
@@ -78,6 +83,8 @@ class BlockNetwork:
         """Weights to start from."""
         width = self.model.hidden_size
         tensors = fresh_layers(self.teacher, self.model, self.config.init, adds=1)
+        for index in range(self.model.num_layers):
+            _look_back(tensors, f"layers.{index}.self_attn.", self.model, self.config.block_size)
         tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
         tensors["norm.weight"] = self.teacher.norm_weight * UNSURE
         tensors["fc.weight"] = fresh_fusion(len(self.taps), width)
@@ -108,18 +115,19 @@ class BlockNetwork:
                 seen = seen.repeat_interleave(size, dim=0)
                 parts.append(attend(rows, keys[first:end], values[first:end], seen, extra))
             residual = residual + torch.cat(parts) @ weights[prefix + "self_attn.o_proj.weight"].T
+            residual = residual + weights[prefix + "self_attn.o_proj.bias"]
             normed = reference_rms_norm(residual, weights[prefix + "post_attention_layernorm.weight"], eps)
             residual = residual + gated_mlp(normed, weights, prefix + "mlp.")
         states: Tensor = reference_rms_norm(residual, weights["norm.weight"], eps).unflatten(0, (-1, size))
         return states[:, 1:]
 
     def _head(self, inputs: Tensor, weights: Weights, prefix: str, name: str, positions: Tensor) -> Tensor:
-        heads = (inputs @ weights[f"{prefix}self_attn.{name}_proj.weight"].T).unflatten(1, (-1, self.model.head_dim))
+        heads = _projected(inputs, weights, f"{prefix}self_attn.{name}_proj.").unflatten(1, (-1, self.model.head_dim))
         normed = reference_rms_norm(heads, weights[f"{prefix}self_attn.{name}_norm.weight"], self.model.rms_norm_eps)
         return self._rope(normed, positions)
 
     def _key_value(self, inputs: Tensor, weights: Weights, prefix: str, positions: Tensor) -> Sequence[Tensor]:
-        values = inputs @ weights[prefix + "self_attn.v_proj.weight"].T
+        values = _projected(inputs, weights, prefix + "self_attn.v_proj.")
         return self._head(inputs, weights, prefix, "k", positions), values.unflatten(1, (-1, self.model.head_dim))
 
     def table(self, method: str, class_name: str) -> dict[str, Any]:
@@ -136,6 +144,33 @@ class BlockNetwork:
             "sample_from_anchor": False,
             "sliding_window_non_causal": not causal,
         }
+
+
+def _projected(inputs: Tensor, weights: Weights, prefix: str) -> Tensor:
+    return inputs @ weights[prefix + "weight"].T + weights[prefix + "bias"]
+
+
+def _look_back(tensors: dict[str, Tensor], prefix: str, model: ModelConfig, reach: int) -> None:
+    """Let two thirds of the heads start out looking at the row one, two, … `reach` places before theirs, in turn.
+
+    A block row knows neither the anchor nor the context's last row until attention finds them, and with few examples
+    it takes long to. The biases say where: on the pairs of dimensions that turn fastest, a query turned back by a
+    distance meets the key that lies there. What rows hold matters little to these heads at first.
+    """
+    size, half = model.head_dim, model.head_dim // 2
+    fast = max(1, half // 4)
+    turns = model.rope_theta ** (-torch.arange(fast) / half)
+    heads, shared = model.num_heads, model.num_heads // model.num_kv_heads
+    for name in ("q_proj", "k_proj"):
+        rows, bias = tensors[f"{prefix}{name}.weight"], tensors[f"{prefix}{name}.bias"].view(-1, size)
+        places = range(0, heads, 1 if name == "q_proj" else shared)
+        for row, head in enumerate(places):
+            if head >= max(1, 2 * heads // 3):
+                break
+            angles = -turns * (1 + head % reach) if name == "q_proj" else torch.zeros(fast)
+            bias[row, :fast], bias[row, half : half + fast] = angles.cos(), angles.sin()
+            rows[row * size : (row + 1) * size] = random_matrix(size, rows.shape[1], scale=_FAINT)
+        tensors[f"{prefix}{name[0]}_norm.weight"] = torch.full((size,), _SHARP)
 
 
 def _mask_token(teacher: Teacher) -> int:

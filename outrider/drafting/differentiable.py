@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.drafting.train_config import Init, TrainConfig
 from outrider.drafting.training import Teacher
+from outrider.errors import ConfigError
 from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.layers import rope_tables
 
@@ -92,15 +93,24 @@ def _joined(grouped: Tensor, rows: int, width: int) -> Tensor:
     return grouped.view(-1, rows, grouped.shape[-1]).transpose(0, 1).reshape(rows, width)
 
 
-def draft_config(teacher: Teacher, config: TrainConfig, *, num_layers: int, qk_norm: bool) -> ModelConfig:
-    """The shape of draft layers: the target's, with their own number and MLP, without biases or a window."""
+def draft_config(
+    teacher: Teacher, config: TrainConfig, *, num_layers: int, qk_norm: bool, attention_bias: bool
+) -> ModelConfig:
+    """The shape of draft layers: the target's, with their own number, MLP and key heads, without a window."""
+    kv_heads = config.num_kv_heads or teacher.config.num_kv_heads
+    if teacher.config.num_heads % kv_heads:
+        raise ConfigError(
+            f"num_kv_heads is {kv_heads}, expected a divisor of the {teacher.config.num_heads} query heads",
+            param="num_kv_heads",
+        )
     return replace(
         teacher.config,
         num_layers=config.num_layers or num_layers,
         intermediate_size=config.intermediate_size or teacher.config.intermediate_size,
         qk_norm=qk_norm,
-        attention_bias=False,
-        output_bias=False,
+        num_kv_heads=kv_heads,
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
         sliding_window=None,
         tie_word_embeddings=False,
     )
@@ -120,7 +130,9 @@ def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init, *, adds: floa
     for name, shape in wanted.items():
         _, index, rest = name.split(".", 2)
         source = teacher.tensors.get(f"model.layers.{skipped + int(index)}.{rest}")
-        if rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        if rest.endswith(".bias"):
+            fresh[name] = torch.zeros(shape)
+        elif rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             fresh[name] = random_matrix(*shape, scale=adds)
         elif init == "target" and source is not None and tuple(source.shape) == shape:
             fresh[name] = source.float().clone()

@@ -122,7 +122,7 @@ def layer_keys(model: ModelConfig, windows: Sequence[int | None], logit_scale: f
 
     `logit_scale` is among them where it is not 1: vLLM looks for it there in every format.
     """
-    table = layer_table(model) | {"attention_bias": model.attention_bias}
+    table = layer_table(model)
     if logit_scale != 1:
         table["logit_scale"] = logit_scale
     size = next((window for window in windows if window is not None), None)

@@ -65,7 +65,7 @@ def layer_table(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings,
         "rope_theta": model.rope_theta,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": model.attention_bias,
         "tie_word_embeddings": False,
     }
     if model.rope_scaling is not None:

@@ -37,9 +37,11 @@ class TrainConfig:
     dtype: TrainDtype = _set("products in this type; masters, norms and softmax are float32", "bfloat16")
     seed: int = _set("of weights, order and anchors", 0)
     init: Init = _set("layers start from the target's last ones, or at random", "target")
+    start_from: str | None = _set("checkpoint to start from: its tensors replace fresh ones of the same name", None)
     draft_vocab_size: int = _set("tokens that can be drafted: the most frequent of the responses", 8192)
     num_layers: int | None = _set("draft layers; none takes the method's own: 1 for eagle3, 2 for blocks", None)
     intermediate_size: int | None = _set("width inside the draft layers' MLP; none takes the target's", None)
+    num_kv_heads: int | None = _set("key and value heads of the draft layers; none takes the target's", None)
     taps: tuple[int, ...] | None = _set("target layers to read, as numbers of layers run; none spreads three", None)
     ttt_steps: int = _set("eagle3: drafts unrolled in training", 3)
     ttt_decay: float = _set("eagle3: weight of each further draft, relative to the one before", 0.8)
@@ -67,6 +69,8 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
                 raise _error(name, value, f"a number above {low:g}, at most {high:g}")
+        if self.start_from is not None and (type(self.start_from) is not str or not self.start_from):
+            raise _error("start_from", self.start_from, "a folder or a hub name")
         taps = self.taps
         if taps is not None and not _is_ascending(taps):
             raise _error("taps", taps, "a list of layer numbers from 0, ascending")
@@ -102,6 +106,7 @@ _LEAST = {
     "draft_vocab_size": 2,
     "num_layers": 1,
     "intermediate_size": 1,
+    "num_kv_heads": 1,
     "ttt_steps": 1,
     "block_size": 2,
     "markov_rank": 1,

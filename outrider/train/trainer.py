@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafting import registry
+from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.train_config import TrainConfig
 from outrider.drafting.training import Teacher, Trainee
 from outrider.errors import ConfigError
@@ -70,6 +71,8 @@ class Trainer:
         self._teacher = Teacher(target.config, tensors, draft_ids, dtype=dtype, name=llm.model_name)
         torch.manual_seed(config.seed)
         self._trainee: Trainee = registry.trainee(method)(config, self._teacher)
+        if config.start_from is not None:
+            _take_over(self._trainee.parameters, read_checkpoint(config.start_from))
         if max(self._trainee.taps) > target.config.num_layers:
             raise ConfigError(
                 f"taps is {self._trainee.taps}, expected layers from 0 to {target.config.num_layers}, which"
@@ -246,6 +249,24 @@ class Trainer:
             "responses": _marks_digest(samples),
             "draft_vocabulary": hashlib.sha256(self._teacher.draft_ids.numpy().tobytes()).hexdigest()[:16],
         } | self.config.as_json()
+
+
+def _take_over(parameters: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint) -> None:
+    """Copy the tensors that a checkpoint has of this network; the others (a further head's) stay fresh."""
+    shared = {name: tensor for name, tensor in checkpoint.tensors.items() if name in parameters}
+    if not shared:
+        raise ConfigError(
+            f"start_from: {checkpoint.source} has no tensor of this network: give a checkpoint of the same shape",
+            param="start_from",
+        )
+    for name, tensor in shared.items():
+        if tensor.shape != parameters[name].shape:
+            raise ConfigError(
+                f"start_from: {name} in {checkpoint.source} has shape {list(tensor.shape)}, this network's has"
+                f" {list(parameters[name].shape)}: give the settings that it was trained with",
+                param="start_from",
+            )
+        parameters[name].data.copy_(tensor)
 
 
 def _rounded(found: Acceptance) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Eagle3Trainee:
     def __init__(self, config: TrainConfig, teacher: Teacher) -> None:
         self._config, self._teacher = config, teacher
         self.taps = config.taps or spread_taps(teacher.config.num_layers)
-        self._model = draft_config(teacher, config, num_layers=1, qk_norm=False)
+        self._model = draft_config(teacher, config, num_layers=1, qk_norm=False, attention_bias=False)
         self._rope = Rope(self._model, config.max_len + config.ttt_steps)
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in self._fresh().items()}
 
