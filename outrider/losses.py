@@ -24,11 +24,6 @@ def soft_cross_entropy(student: Tensor, teacher_probs: Tensor) -> Tensor:
     return torch.logsumexp(student, dim=-1) - (teacher_probs * student).sum(dim=-1)
 
 
-def cross_entropy(student: Tensor, wanted: Tensor) -> Tensor:
-    """-log q of one wanted entry for each row [R]; `wanted` [R] int64."""
-    return torch.logsumexp(student, dim=-1) - student.gather(-1, wanted[:, None])[:, 0]
-
-
 def total_variation(student: Tensor, teacher_probs: Tensor) -> Tensor:
     """Half the L1 distance of the two distributions for each row [R]: the chance that a sampled draft is rejected."""
     return 0.5 * (student.softmax(dim=-1) - teacher_probs).abs().sum(dim=-1)

@@ -98,7 +98,7 @@ def _trainer(options: TrainOptions, config: TrainConfig, bars: ProgressBars) -> 
     corpus = read_corpus(
         options.corpus, vocab_size=vocab_size, max_len=min(max_len, config.max_len), chat=Chat(tokenizer)
     )
-    told = [f"{options.corpus}: {count} lines left out: {reason}" for reason, count in corpus.refused.most_common()]
+    told = [f"{options.corpus}: lines left out ({reason}): {count}" for reason, count in corpus.refused.most_common()]
     llm = LLM(options.target, max_num_seqs=config.eval_prompts, kv_cache_tokens=32768)
     trainer = Trainer(options.method, llm, corpus, config, Places(run=options.output, states=options.states), bars.show)
     needed = trainer.capture.bytes_needed() if options.states else 0

@@ -9,6 +9,7 @@ are read by its leaf through the same `ConfigKeys`. Not here: the tensors, and w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
 from outrider.models.arch import ModelConfig
@@ -54,6 +55,19 @@ class BlockConfig:
     num_target_layers: int | None
     sample_from_anchor: bool
     source: str
+
+    def speculators_keys(self, num_target_layers: int) -> dict[str, Any]:
+        """What a file in the Speculators format says of the block, beside its layers."""
+        return {
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "num_target_layers": num_target_layers,
+            "aux_hidden_state_layer_ids": list(self.taps),
+            "mask_token_id": self.mask_token_id,
+            "block_size": self.block_size,
+            "sample_from_anchor": self.sample_from_anchor,
+            "sliding_window_non_causal": not any(mask.causal for mask in self.masks),
+        }
 
 
 def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: bool | None) -> BlockConfig:

@@ -96,18 +96,8 @@ class BlockExport:
 
     def speculators(self, method: str, class_name: str, num_speculative_tokens: int) -> Written:
         """In the Speculators format, without the method's own keys."""
-        block = self.block
         table = speculators_keys(method, class_name, self.layers(), self.target, num_speculative_tokens)
-        table |= {
-            "draft_vocab_size": block.draft_vocab_size,
-            "target_hidden_size": block.target_hidden_size,
-            "num_target_layers": self.target.config.num_layers,
-            "aux_hidden_state_layer_ids": list(block.taps),
-            "mask_token_id": block.mask_token_id,
-            "block_size": block.block_size,
-            "sample_from_anchor": block.sample_from_anchor,
-            "sliding_window_non_causal": self.uniform is False,
-        }
+        table |= self.block.speculators_keys(self.target.config.num_layers)
         return Written(table, self.network() | self.ends.tensors(self.target, (HEAD,)))
 
     def deepspec(self, limits: Iterable[Limit]) -> Written:

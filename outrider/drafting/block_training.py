@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.drafting.block_config import BlockConfig, LayerMask
 from outrider.drafting.differentiable import (
     UNSURE,
     Extra,
@@ -74,7 +75,18 @@ class BlockNetwork:
         self.config, self.teacher = config, teacher
         self.taps = config.taps or spread_taps(teacher.config.num_layers)
         self.model = draft_config(teacher, config, num_layers=2, qk_norm=True, attention_bias=True)
-        self.mask_token_id = _mask_token(teacher)
+        self.block = BlockConfig(
+            model=self.model,
+            taps=self.taps,
+            mask_token_id=_mask_token(teacher),
+            masks=(LayerMask(config.causal, None),) * self.model.num_layers,
+            block_size=config.block_size,
+            draft_vocab_size=len(teacher.draft_ids),
+            target_hidden_size=teacher.config.hidden_size,
+            num_target_layers=teacher.config.num_layers,
+            sample_from_anchor=False,
+            source="",
+        )
         self._rope = Rope(self.model, config.max_len + config.block_size)
         block = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
         self._mask = block.tril() if config.causal else block
@@ -97,7 +109,7 @@ class BlockNetwork:
         positions = torch.cat([torch.arange(end - first) for first, end in bounds])
         taps = torch.cat([batch.taps[layer] for layer in self.taps], dim=1)
         context = reference_rms_norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
-        ids = torch.full((len(anchors.index), size), self.mask_token_id)
+        ids = torch.full((len(anchors.index), size), self.block.mask_token_id)
         ids[:, 0] = batch.ids[anchors.index]
         residual = self.teacher.embedding[ids.flatten()]
         places = (positions[anchors.index][:, None] + torch.arange(size)).flatten()
@@ -132,18 +144,10 @@ class BlockNetwork:
 
     def table(self, method: str, class_name: str) -> dict[str, Any]:
         """The config in the Speculators format, fill-in layout."""
-        teacher, causal = self.teacher, self.config.causal
-        layers, length = layer_table(self.model) | {"is_causal": causal}, self.config.num_speculative_tokens
-        return speculators_keys(method, class_name, layers, teacher, length) | {
-            "draft_vocab_size": len(teacher.draft_ids),
-            "target_hidden_size": teacher.config.hidden_size,
-            "num_target_layers": teacher.config.num_layers,
-            "aux_hidden_state_layer_ids": list(self.taps),
-            "mask_token_id": self.mask_token_id,
-            "block_size": self.config.block_size,
-            "sample_from_anchor": False,
-            "sliding_window_non_causal": not causal,
-        }
+        teacher, length = self.teacher, self.config.num_speculative_tokens
+        layers = layer_table(self.model) | {"is_causal": self.config.causal}
+        keys = speculators_keys(method, class_name, layers, teacher, length)
+        return keys | self.block.speculators_keys(teacher.config.num_layers)
 
 
 def _projected(inputs: Tensor, weights: Weights, prefix: str) -> Tensor:

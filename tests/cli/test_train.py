@@ -56,8 +56,8 @@ def test_a_drafter_is_trained_and_serves(here: Here, files: tuple[str, str], tmp
     assert best == tmp_path / "run" / "best"
     profile = read_profile(best)
     assert profile is not None and (profile.method, profile.num_speculative_tokens) == (method, 3)
-    assert "2 lines left out: without a prompt or a response" in ended.err
-    assert "1 lines left out: longer than 64 tokens" in ended.err
+    assert "lines left out (without a prompt or a response): 2" in ended.err
+    assert "lines left out (longer than 64 tokens): 1" in ended.err
     assert "60 conversations, 1200 response tokens" in ended.err and "mean acceptance length" in ended.err
     spec = json.dumps({"model": str(best)})
     texts = [

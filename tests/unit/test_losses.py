@@ -42,13 +42,6 @@ def test_soft_cross_entropy_pulls_the_student_to_the_teacher() -> None:
     assert float(none.abs().max()) < 1e-6
 
 
-def test_cross_entropy_is_the_logarithm_of_one_entry() -> None:
-    student, _ = rows()
-    wanted = torch.arange(ROWS) % VOCAB
-    expected = [-log_q(student, row, row % VOCAB) for row in range(ROWS)]
-    assert losses.cross_entropy(student, wanted).tolist() == pytest.approx(expected, rel=1e-5)
-
-
 def test_total_variation_is_the_chance_of_a_rejection() -> None:
     student, probs = rows()
     found = losses.total_variation(student, probs)
