@@ -20,12 +20,16 @@ from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import OFFSETS, UNREAD
 from outrider.errors import DrafterMismatch
 from outrider.models.arch import ModelConfig, read_json
+from outrider.models.llama import LlamaModel
 from outrider.models.loading import load_tensors
 from outrider.models.store import resolve
 
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _PREFIX = "model."
 _INTEGERS = {OFFSETS: torch.int64, UNREAD: torch.bool}
+MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys that say how many prediction modules a target's checkpoint has; they are the depth it was trained for."""
+_MODULES = ("mtp.", "mtp_layers.")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -76,6 +80,22 @@ def read_checkpoint(name: str) -> Checkpoint:
     config = read_json(Path(folder) / "config.json")
     tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in load_tensors(folder).items()}
     return Checkpoint(config, tensors, str(folder))
+
+
+def module_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Those of the tensors that are a multi-token prediction module's; none where there is no such module."""
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(_MODULES)}
+
+
+def module_folder(target: LlamaModel) -> str:
+    """The target's own folder, which a module came in. Raises DrafterMismatch for a target without one."""
+    if target.folder is None or not module_of(read_checkpoint(str(target.folder))):
+        raise DrafterMismatch(
+            f"the target {target.folder or 'in memory'} has no multi-token prediction module (tensors mtp.* or"
+            ' model.mtp_layers.*): take a target that ships one, or name a folder that holds one as "model"',
+            param="model",
+        )
+    return str(target.folder)
 
 
 def check_tensors(checkpoint: Checkpoint, required: Shapes, optional: Shapes) -> None:
@@ -151,7 +171,7 @@ def _has_correction(checkpoint: Checkpoint) -> bool:
 def _method_by_tensors(tensors: Mapping[str, Tensor]) -> str | None:
     if any(name.startswith("markov_head.") for name in tensors):
         return "dspark"
-    if any(name.startswith("mtp.") for name in tensors):
+    if any(name.startswith(_MODULES) for name in tensors):
         return "mtp"
     fusion, query = tensors.get("fc.weight"), tensors.get("layers.0.self_attn.q_proj.weight")
     query = tensors.get("midlayer.self_attn.q_proj.weight", query)

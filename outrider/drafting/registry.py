@@ -17,7 +17,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafting import zoo
 from outrider.drafting.base import Drafter, TargetInfo
 from outrider.drafting.block_config import NESTED
-from outrider.drafting.checkpoint import method_of, read_checkpoint, stated_length
+from outrider.drafting.checkpoint import MODULE_KEYS, method_of, module_folder, read_checkpoint, stated_length
 from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.profile import read_profile
 from outrider.errors import ConfigError, DrafterMismatch
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Method:
-    """`drafter`: module and class. `model`: nothing, any causal model, or a drafter trained for its target.
+    """`drafter`: module and class. `model`: nothing, any causal model, a drafter trained for its target, or a part
+    that comes inside the target's own checkpoint.
 
     `length_keys`: keys of the drafter's config.json of which the first that is there is the default for N. `exporter`:
     module and class of what writes its checkpoints in published formats. `trainee`: of what is trained.
     """
 
     drafter: str
-    model: Literal["none", "any", "trained"]
+    model: Literal["none", "any", "trained", "inside"]
     length_keys: tuple[str, ...] = ()
     exporter: str | None = None
     trainee: str | None = None
@@ -49,6 +50,7 @@ class _Method:
 _METHODS = {
     "ngram": _Method("outrider.drafters.ngram:NgramDrafter", "none"),
     "draft_model": _Method("outrider.drafters.draft_model:DraftModelDrafter", "any"),
+    "mtp": _Method("outrider.drafters.mtp:MtpDrafter", "inside", MODULE_KEYS),
     "eagle3": _Method(
         "outrider.drafters.eagle3:Eagle3Drafter",
         "trained",
@@ -98,9 +100,9 @@ def check(config: SpeculativeConfig) -> None:
 def resolve(config: SpeculativeConfig, target: LlamaModel) -> SpeculativeConfig:
     """The same settings with method, drafter and N filled in where they were left out; complete ones are checked only.
 
-    The method is the one that the checkpoint is for; the drafter, the installed zoo's for this target; N, what the
-    drafter's profile, its Speculators config or its block says, in that order. Raises ConfigError, LoadError,
-    DrafterMismatch, also for settings that do not go with the N that was found.
+    The method is the one that the checkpoint is for; the drafter, the installed zoo's for this target or what the
+    target's own folder holds; N, what the drafter's profile, its Speculators config or its config.json says, in that
+    order. Raises ConfigError, LoadError, DrafterMismatch, also for settings that do not go with the N that was found.
     """
     check(config)
     if not config.method:
@@ -110,6 +112,8 @@ def resolve(config: SpeculativeConfig, target: LlamaModel) -> SpeculativeConfig:
         check(config)
     if config.model is None and _METHODS[config.method].model == "trained":
         config = replace(config, model=_from_zoo(config.method, target))
+    if config.model is None and _METHODS[config.method].model == "inside":
+        config = replace(config, model=module_folder(target))
     if not config.num_speculative_tokens:
         config = replace(config, num_speculative_tokens=_length_for(config))
     return config

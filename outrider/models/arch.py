@@ -1,6 +1,6 @@
 """What Outrider needs to know from a checkpoint's config.json, and nothing else of it.
 
-Families: llama (SmolLM2 is one), mistral, qwen2 and qwen3; they differ in biases, query and key norms and sliding
+Families: llama (SmolLM2 is one), mistral, qwen2, qwen3 and mimo; they differ in biases, query and key norms and sliding
 windows, which are fields here, never names to compare with. Both spellings of the files are read: `rope_theta` with
 `rope_scaling`, and `rope_parameters`, which transformers 5 writes. What the forward pass cannot honour is refused.
 Imports no torch, so that a command line can read a config at once.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from outrider.errors import LoadError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 _ROPE_KINDS = ("default", "linear", "llama3")
 
 
@@ -102,7 +102,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, sourc
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=read.flag("tie_word_embeddings"),
-        attention_bias=family == "qwen2" or (family != "mistral" and read.flag("attention_bias")),
+        attention_bias=family in ("qwen2", "mimo") or (family != "mistral" and read.flag("attention_bias")),
         output_bias=family in ("llama", "qwen3") and read.flag("attention_bias"),
         qk_norm=family == "qwen3",
         sliding_window=_sliding_window(read, family),

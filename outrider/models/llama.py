@@ -1,4 +1,4 @@
-"""The Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3): a lean forward over packed rows and the paged cache.
+"""The Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3, MiMo): a lean forward over packed rows and the paged cache.
 
 Not a torch.nn.Module and not differentiable. Tensor names and the order of operations are those of the published
 checkpoints (Hugging Face's layout); speed comes from fused projections and the kernels behind Linear, RMSNorm and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,14 +29,20 @@ class Forward:
 
 
 class LlamaModel:
-    """Weights of one checkpoint, ready to run: `model(batch, cache) -> Forward`. Holds no state of any request."""
+    """Weights of one checkpoint, ready to run: `model(batch, cache) -> Forward`. Holds no state of any request.
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], *, max_len: int) -> None:
-        self.config = config
+    `folder` is the checkpoint's, None for weights that were never in one.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], *, max_len: int, folder: Path | None = None
+    ) -> None:
+        self.config, self.folder = config, folder
         self.embedding = tensors["model.embed_tokens.weight"]
         tables = rope_tables(config.head_dim, max_len, config.rope_theta, config.rope_scaling)
         rope = (tables[0].to(self.embedding.device), tables[1].to(self.embedding.device))
-        self.layers = [_Layer(config, tensors, index, rope) for index in range(config.num_layers)]
+        prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, tensors, prefix, rope) for prefix in prefixes]
         self.norm = RMSNorm(tensors["model.norm.weight"], config.rms_norm_eps)
         self.lm_head = Linear(self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"])
 
@@ -72,13 +79,12 @@ class LlamaModel:
         return Forward(self.lm_head(last, wide=True), tuple(tapped))
 
 
-class _Layer:
-    """One decoder layer; adds its input's pending delta to the residual and gives its own."""
+class DecoderLayer:
+    """One decoder layer, its tensors under a prefix; adds its input's pending delta to the residual, gives its own."""
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, Tensor]
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, rope: tuple[Tensor, Tensor]
     ) -> None:
-        prefix = f"model.layers.{index}."
         self.input_norm = RMSNorm(tensors[prefix + "input_layernorm.weight"], config.rms_norm_eps)
         self.post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
         self.qkv = fused_linear(tensors, prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"))

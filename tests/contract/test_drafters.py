@@ -23,7 +23,7 @@ from outrider.errors import ConfigError
 from outrider.models.llama import LlamaModel
 from outrider.sampling import Purpose
 from outrider.types import Proposal, Request
-from tests.kit import block, books, eagle3, tiny
+from tests.kit import block, books, eagle3, mtp, tiny
 
 SEED = 3
 
@@ -49,9 +49,14 @@ def _eagle3(folder: Path) -> dict[str, Any]:
     return {"model": str(eagle3.save_eagle3(folder))}
 
 
+def _mtp(folder: Path) -> dict[str, Any]:
+    return {"model": str(mtp.save_mtp(folder))}
+
+
 PROVIDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ngram": _no_checkpoint,
     "draft_model": _other_target,
+    "mtp": _mtp,
     "eagle3": _eagle3,
     "dflash": _dflash,
     "dspark": _dspark,
