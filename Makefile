@@ -13,7 +13,7 @@ SHELL := bash
 .PHONY: help env model demo test check clean
 
 help:
-	@echo "make demo   environment, SmolLM2-135M, and plain against speculative decoding on real prompts"
+	@echo "make demo   environment, SmolLM2-135M, and plain decoding against every method on real prompts"
 	@echo "make test   environment, model, and every test"
 	@echo "make check  format, lint, types, import contract, tests"
 	@echo "make env    .venv only"
@@ -35,9 +35,12 @@ model: env
 
 NGRAM := {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
+TRAINED := $(foreach method,eagle3 dflash dspark,--also '{"method": "$(method)"}')
+
 demo: model
-	$(BIN)/outrider generate smollm2 "Why is the sky blue?" --speculative-config '$(NGRAM)' --max-tokens 96
-	$(BIN)/outrider bench smollm2 --speculative-config '$(NGRAM)' --dataset mixed --num-prompts 12 --max-tokens 128
+	$(BIN)/outrider generate smollm2 "Why is the sky blue?" --spec-method eagle3 --max-tokens 96
+	$(BIN)/outrider bench smollm2 --speculative-config '$(NGRAM)' $(TRAINED) --dataset mixed --num-prompts 12 \
+		--max-tokens 128 --repeats 2
 
 test: model
 	$(BIN)/python -m pytest

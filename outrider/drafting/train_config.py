@@ -45,7 +45,7 @@ class TrainConfig:
     taps: tuple[int, ...] | None = _set("target layers to read, as numbers of layers run; none spreads three", None)
     ttt_steps: int = _set("eagle3: drafts unrolled in training", 3)
     ttt_decay: float = _set("eagle3: weight of each further draft, relative to the one before", 0.8)
-    block_size: int = _set("dflash, dspark: tokens of a block", 8)
+    block_size: int = _set("dflash, dspark: tokens of a block, the anchor among them", 5)
     causal: bool = _set("dflash, dspark: a draft sees only the block before it, so that N changes no draft", True)
     anchors: float = _set("dflash, dspark: block rows for each response token", 1.5)
     position_decay: float = _set("dflash, dspark: draft k weighs exp(-(k-1) / position_decay)", 4.0)
