@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -126,19 +125,20 @@ class DSparkDrafter:
         budgets = self._loop.budgets(context)
         if not any(budgets):
             return Proposal(((),) * len(budgets))
-        states = self._loop.states(context, budgets)
-        base, chains = self._base_logits(states), _Chains(context, budgets, self._vocabulary)
-        memory = torch.zeros(len(budgets), self._rank, device=states.device)
-        for step, rows, requests in chains.steps():
+        chains = _Chains(context, budgets, self._vocabulary)
+        states = take_rows(self._loop.states(context, budgets), chains.rows)
+        base, memory = self._base_logits(states), torch.zeros(len(budgets), self._rank, device=states.device)
+        for step, rows in chains.steps():
             logits = base[rows]
             if self._correction is not None:
-                bias, memory[requests] = self._correction(chains.previous[requests], states[rows], memory[requests])
+                bias, memory = self._correction(chains.previous, states[rows], memory[: len(logits)])
                 logits += bias
-            chains.choose(logits, step, rows, requests)
+            chains.choose(logits, step, rows)
         confidence = None
         if self._confidence is not None:
-            confidence = split_chains(self._confidence(states, chains.before()).tolist(), budgets)
-        return Proposal(split_chains(chains.tokens.tolist(), budgets), chains.drawn_from(), confidence)
+            likely = self._confidence(states, chains.before())[chains.back]
+            confidence = split_chains(likely.tolist(), budgets)
+        return Proposal(split_chains(chains.tokens[chains.back].tolist(), budgets), chains.drawn_from(), confidence)
 
     def _base_logits(self, states: Tensor) -> Tensor:
         """Logits [R, Vd] before the correction; -inf for all but the `dspark_draft_topk` best of a row."""
@@ -192,41 +192,47 @@ class _Confidence:
 
 
 class _Chains:
-    """The drafts of one round while they are made, all first drafts first. Rows [R] lie request by request."""
+    """The drafts of one round while they are made. Rows [R] lie step by step, requests with more drafts first.
+
+    So the rows of a step, and the requests that still draft in it, are slices. `rows`: where each row is in the order
+    of requests; `back`: the way back from here to there; `previous` [A]: the token before each draft of a step.
+    """
 
     def __init__(self, context: DraftContext, budgets: Sequence[int], vocabulary: DraftVocabulary) -> None:
-        self._drawing, self._budgets = Drawing(context, vocabulary), np.array(budgets)
-        self._firsts = np.cumsum(self._budgets) - self._budgets
-        anchors = [int(history[-1]) for history in context.histories]
-        device = vocabulary.embedding.device
+        counts, device = np.array(budgets), vocabulary.embedding.device
+        self._drawing = Drawing(context, vocabulary)
+        self._order = np.argsort(-counts, kind="stable")
+        self._active = [int((counts > step).sum()) for step in range(max(budgets))]
+        firsts = (np.cumsum(counts) - counts)[self._order]
+        rows = np.concatenate([firsts[:count] + step for step, count in enumerate(self._active)])
+        self._back = np.argsort(rows)
+        self.rows, self.back = (torch.from_numpy(order).to(device) for order in (rows, self._back))
+        self.tokens = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        anchors = [int(context.histories[index][-1]) for index in self._order[: self._active[0]]]
         self.previous = torch.tensor(anchors, device=device)
-        self._anchors = self.previous.clone()
-        self.tokens = torch.zeros(int(self._budgets.sum()), dtype=torch.int64, device=device)
-        self._chosen_rows: list[npt.NDArray[np.int64]] = []
+        self._before: list[Tensor] = []
 
-    def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(position, rows [A], requests [A]) for each draft position: the requests that draft there, and their rows."""
-        for step in range(int(self._budgets.max())):
-            requests = np.flatnonzero(self._budgets > step)
-            rows = self._firsts[requests] + step
-            self._chosen_rows.append(rows)
-            yield step, torch.from_numpy(rows).to(self.tokens.device), torch.from_numpy(requests).to(self.tokens.device)
+    def steps(self) -> Iterator[tuple[int, slice]]:
+        """(position, its rows) for each draft position."""
+        first = 0
+        for step, count in enumerate(self._active):
+            self.previous = self.previous[:count]
+            yield step, slice(first, first + count)
+            first += count
 
-    def choose(self, logits: Tensor, step: int, rows: Tensor, requests: Tensor) -> None:
+    def choose(self, logits: Tensor, step: int, rows: slice) -> None:
         """Take one draft from each row of logits [A, Vd], the likeliest or a drawn one."""
-        tokens = self._drawing.choose(logits, step, requests.tolist())
-        self.tokens[rows] = self.previous[requests] = tokens
+        self._before.append(self.previous)
+        self.previous = self._drawing.choose(logits, step, self._order[: len(logits)].tolist())
+        self.tokens[rows] = self.previous
 
     def before(self) -> Tensor:
         """The token before each draft, [R] target ids: the anchor or an earlier draft."""
-        before = self.tokens.roll(1)
-        drafting = torch.from_numpy(np.flatnonzero(self._budgets)).to(before.device)
-        before[torch.from_numpy(self._firsts).to(before.device)[drafting]] = self._anchors[drafting]
-        return before
+        return torch.cat(self._before)
 
     def drawn_from(self) -> Distributions | None:
         """What the drafts were drawn from, request by request; None if they were not drawn."""
-        return self._drawing.drawn_from(np.argsort(np.concatenate(self._chosen_rows)))
+        return self._drawing.drawn_from(self._back)
 
 
 class DSparkExporter:
