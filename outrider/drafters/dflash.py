@@ -22,7 +22,7 @@ from outrider.drafting.block_loading import load_block
 from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.export import ExportTarget, Limit, Written
-from outrider.errors import ConfigError, DrafterMismatch
+from outrider.errors import DrafterMismatch
 from outrider.sampling import distributions, draft_group, draw, greedy
 from outrider.types import Proposal
 
@@ -50,12 +50,6 @@ class DFlashConfig:
             raise keys.error("markov_rank is above 0, so this is a DSpark drafter: use method dspark")
         return cls(block=block, logit_scale=keys.number("logit_scale", 1.0))
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The longest proposal that it was trained for; None where the file does not say."""
-        size = self.block.block_size
-        return size if size is None or self.block.sample_from_anchor else size - 1
-
 
 class DFlashDrafter:
     """Drafts whole blocks in one pass; `model` in the configuration names the checkpoint."""
@@ -67,12 +61,6 @@ class DFlashDrafter:
             raise DrafterMismatch('dflash needs a drafter: add "model" to the speculative config', param="model")
         checkpoint = read_checkpoint(config.model)
         ours = DFlashConfig.read(checkpoint.config, source=checkpoint.source)
-        if ours.max_tokens is not None and config.num_speculative_tokens > ours.max_tokens:
-            raise ConfigError(
-                f"drafter {checkpoint.source} supports at most {ours.max_tokens} draft tokens,"
-                f" num_speculative_tokens is {config.num_speculative_tokens}",
-                param="num_speculative_tokens",
-            )
         parts = load_block(checkpoint, ours.block, {}, target)
         self.taps = ours.block.taps
         self._loop, self._vocabulary, self._scale = parts.loop, parts.vocabulary, ours.logit_scale

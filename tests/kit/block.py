@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 512,
     "target_layer_ids": [0, 1],
     "mask_token_id": tiny.VOCAB - 1,
-    "block_size": 8,
+    "block_size": 4,
     "is_causal": False,
     "sample_from_anchor": True,
 }

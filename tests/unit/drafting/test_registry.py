@@ -57,7 +57,7 @@ def test_a_record_without_method_and_model_is_refused(target: LlamaModel) -> Non
 
 def test_dsparks_n_is_its_block(target: LlamaModel, tmp_path: Path) -> None:
     folder = block.save_block(tmp_path / "flat", markov=True)
-    assert resolved(target, method="dspark", model=str(folder)).num_speculative_tokens == 8
+    assert resolved(target, method="dspark", model=str(folder)).num_speculative_tokens == 4
     restate(folder, block_size=None, dspark_block_size=6)
     assert resolved(target, method="dspark", model=str(folder)).num_speculative_tokens == 6
     restate(folder, dspark_block_size=None, dflash_config={"block_size": 5})
