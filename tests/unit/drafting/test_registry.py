@@ -110,8 +110,8 @@ def test_n_that_was_found_is_held_against_the_rest(target: LlamaModel, tmp_path:
     folder = block.save_block(tmp_path, markov=True)
     given = {"model": str(folder), "rejection_sample_method": "synthetic"}
     assert "has 2 entries" in str(refused(target, **given, synthetic_acceptance_rates=[0.5, 0.2]))
-    assert "= 9" in str(refused(target, **given, synthetic_acceptance_length=9.5))
-    assert resolved(target, **given, synthetic_acceptance_length=9).synthetic_rates == (1.0,) * 8
+    assert "= 5" in str(refused(target, **given, synthetic_acceptance_length=5.5))
+    assert resolved(target, **given, synthetic_acceptance_length=5).synthetic_rates == (1.0,) * 4
 
 
 # ---- method ----
@@ -159,7 +159,7 @@ def test_the_zoos_drafter_for_this_target_is_taken(
         "num_speculative_tokens": 5,
     }
     other = resolved(target, method="dspark", model=str(block.save_block(tmp_path / "own", markov=True)))
-    assert (other.model, other.num_speculative_tokens) == (str(tmp_path / "own"), 8)
+    assert (other.model, other.num_speculative_tokens) == (str(tmp_path / "own"), 4)
     engine = tiny.make_engine(target, None, found)
     request = tiny.make_request("0", tiny.random_prompt(0, 9), max_tokens=24)
     assert tiny.tokens_of(engine, [request]) == tiny.tokens_of(tiny.make_engine(target), [request])
