@@ -29,9 +29,9 @@ from outrider.engine.engine import Engine, check_request
 from outrider.errors import ConfigError, RequestError
 from outrider.models.cache import BlockPool
 from outrider.models.families import load_model, pick_device, pick_dtype
-from outrider.models.llama import LlamaModel
 from outrider.models.memory import TargetMemory
 from outrider.models.store import resolve
+from outrider.models.target import Target
 from outrider.native import set_threads
 from outrider.text.detokenizer import Detokenizer
 from outrider.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ class LLM:
         """
         return registry.resolve(SpeculativeConfig.parse(speculative_config), self.engine.model)
 
-    def _start_engine(self, target: LlamaModel, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
+    def _start_engine(self, target: Target, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
         memory = TargetMemory(target, pool.num_blocks * pool.block_size)
         info = TargetInfo(target, pool, memory, self.max_len)
         self.speculative = None if speculative is None else registry.resolve(speculative, target)
@@ -296,7 +296,7 @@ def _speculative_config(source: str | Mapping[str, Any] | SpeculativeConfig | No
     return config
 
 
-def _size_cache(config: EngineConfig, target: LlamaModel) -> tuple[int, BlockPool]:
+def _size_cache(config: EngineConfig, target: Target) -> tuple[int, BlockPool]:
     """The longest sequence, and a pool that holds at least one of that length. Raises ConfigError."""
     longest = target.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:

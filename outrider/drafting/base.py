@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from outrider.config import DraftSampleMethod
 from outrider.models.cache import BlockPool
-from outrider.models.llama import LlamaModel
 from outrider.models.memory import TargetMemory
+from outrider.models.target import Target
 from outrider.sampling import Purpose, RowGroup
 from outrider.types import Proposal
 
@@ -30,7 +30,7 @@ class TargetInfo:
     `memory.taps` holds the drafter's declared taps from before the first round on.
     """
 
-    model: LlamaModel
+    model: Target
     pool: BlockPool
     memory: TargetMemory
     max_len: int

@@ -19,10 +19,10 @@ from torch import Tensor
 from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import OFFSETS, UNREAD
 from outrider.errors import DrafterMismatch
-from outrider.models.arch import ModelConfig, read_json
-from outrider.models.llama import LlamaModel
+from outrider.models.arch import TargetConfig, read_json
 from outrider.models.loading import load_tensors
 from outrider.models.store import resolve
+from outrider.models.target import Target
 
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _PREFIX = "model."
@@ -56,7 +56,7 @@ class MadeFor:
     taps: tuple[int, ...]
     draft_vocab_size: int
 
-    def check(self, checkpoint: Checkpoint, target: ModelConfig) -> None:
+    def check(self, checkpoint: Checkpoint, target: TargetConfig) -> None:
         """Raise DrafterMismatch naming the first thing in which the target is not the one it was made for."""
         pairs = [
             ("vocabulary", self.vocab_size, target.vocab_size),
@@ -87,7 +87,7 @@ def module_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(_MODULES)}
 
 
-def module_folder(target: LlamaModel) -> str:
+def module_folder(target: Target) -> str:
     """The target's own folder, which a module came in. Raises DrafterMismatch for a target without one."""
     if target.folder is None or not module_of(read_checkpoint(str(target.folder))):
         raise DrafterMismatch(

@@ -23,8 +23,8 @@ from outrider.drafting.profile import read_profile
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.models.arch import FAMILIES, read_json
 from outrider.models.fingerprint import fingerprint
-from outrider.models.llama import LlamaModel
 from outrider.models.store import resolve as model_folder
+from outrider.models.target import Target
 
 if TYPE_CHECKING:
     from outrider.drafting.export import ExporterClass
@@ -97,7 +97,7 @@ def check(config: SpeculativeConfig) -> None:
         raise _no_length(config.method)
 
 
-def resolve(config: SpeculativeConfig, target: LlamaModel) -> SpeculativeConfig:
+def resolve(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     """The same settings with method, drafter and N filled in where they were left out; complete ones are checked only.
 
     The method is the one that the checkpoint is for; the drafter, the installed zoo's for this target or what the
@@ -175,7 +175,7 @@ def _method_for(model: str) -> str:
     return found
 
 
-def _from_zoo(method: str, target: LlamaModel) -> str:
+def _from_zoo(method: str, target: Target) -> str:
     """The folder of the installed drafter for this target."""
     weights = fingerprint(target)
     if (found := zoo.find(method, weights)) is not None:

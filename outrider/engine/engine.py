@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -38,6 +39,8 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         assert (speculative is None) == (drafter is None)
+        if not target.model.shares_prefixes:
+            config = replace(config, enable_prefix_caching=False)
         self.target, self.config, self.max_len = target, config, target.max_len
         self.model, self.pool = target.model, target.pool
         self.speculative, self.drafter = speculative, drafter

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from outrider.engine.sequence import Entry
 from outrider.models.attention import Batch
-from outrider.models.llama import LlamaModel
 from outrider.models.memory import TargetMemory
+from outrider.models.target import Target
 
 
 class Runner:
     """Runs packed forwards of the target over its memory."""
 
-    def __init__(self, model: LlamaModel, memory: TargetMemory, block_size: int) -> None:
+    def __init__(self, model: Target, memory: TargetMemory, block_size: int) -> None:
         self.model, self.memory, self.block_size = model, memory, block_size
 
     def forward(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Tensor:

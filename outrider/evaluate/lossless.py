@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.config import SpeculativeConfig
 from outrider.models.attention import GROUP, Batch
-from outrider.models.llama import LlamaModel
+from outrider.models.target import Target
 from outrider.sampling import Purpose, RowGroup, TokenCounts, distributions, gumbel, noise_keys, unit_noise
 from outrider.types import SamplingParams
 
@@ -106,7 +106,7 @@ def why_not_comparable(config: SpeculativeConfig, params: SamplingParams) -> str
     return ""
 
 
-def compare(target: LlamaModel, pairs: Sequence[TextPair]) -> TextVerdict:
+def compare(target: Target, pairs: Sequence[TextPair]) -> TextVerdict:
     """Judge texts that are meant to be equal. Cost: a forward over prompt and text for each pair that differs."""
     bound = BOUNDS[target.embedding.dtype]
     places = [_first_difference(pair) for pair in pairs]
@@ -171,7 +171,7 @@ def _first_difference(pair: TextPair) -> int | None:
     return None if shorter == longer else shorter
 
 
-def _difference(target: LlamaModel, pair: TextPair, place: int) -> Difference:
+def _difference(target: Target, pair: TextPair, place: int) -> Difference:
     said = [text[place] if place < len(text) else None for text in (pair.plain, pair.speculative)]
     return Difference(
         prompt_index=pair.prompt_index,
@@ -182,14 +182,14 @@ def _difference(target: LlamaModel, pair: TextPair, place: int) -> Difference:
     )
 
 
-def _margin(target: LlamaModel, pair: TextPair, place: int, said: Sequence[int | None]) -> float:
+def _margin(target: Target, pair: TextPair, place: int, said: Sequence[int | None]) -> float:
     """Of the two tokens' margins the larger; one text ending where the other goes on cannot be a matter of rounding."""
     logits = _logits_after(target, (*pair.prompt_ids, *pair.plain[:place]))
     group = _row_group(target, pair, place)
     return max(math.inf if token is None else choice_margin(logits, group, token) for token in said)
 
 
-def _logits_after(target: LlamaModel, ids: Sequence[int]) -> torch.Tensor:
+def _logits_after(target: Target, ids: Sequence[int]) -> torch.Tensor:
     """Logits [1, V] after all of `ids`, by one plain forward with a cache of its own."""
     num_blocks = -(-len(ids) // GROUP)
     spans, last = [(0, len(ids))], np.array([len(ids) - 1])
@@ -198,7 +198,7 @@ def _logits_after(target: LlamaModel, ids: Sequence[int]) -> torch.Tensor:
     return target(batch, target.new_cache(num_blocks * GROUP)).logits
 
 
-def _row_group(target: LlamaModel, pair: TextPair, place: int) -> RowGroup:
+def _row_group(target: Target, pair: TextPair, place: int) -> RowGroup:
     """The row as the engine drew it."""
     params = pair.params
     counts = TokenCounts(target.config.vocab_size, pair.prompt_ids) if params.has_penalties else None

@@ -32,14 +32,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape and the rules of one target. Widths in elements; `sliding_window` in tokens, None where unused."""
+class TargetConfig:
+    """What everybody may know of a target, of whatever family. `num_layers`: those that a tap can name, from 0 up."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
+    max_position_embeddings: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(TargetConfig):
+    """The shape and the rules of a model of these families. Widths in elements; `sliding_window` in tokens or None."""
+
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -51,10 +61,6 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    max_position_embeddings: int = 2048
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    dtype: str | None = None
 
 
 def read_config(folder: Path) -> ModelConfig:

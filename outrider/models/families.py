@@ -10,12 +10,13 @@ from outrider.models.arch import read_config
 from outrider.models.llama import LlamaModel
 from outrider.models.loading import check_tensors, load_tensors
 from outrider.models.store import resolve
+from outrider.models.target import Target
 from outrider.native import library
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None) -> LlamaModel:
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None) -> Target:
     """Load a built-in name, folder, GGUF file or hub name. Raises LoadError or ConfigError in one line.
 
     `max_len` is the longest sequence it must take (the rotary tables' length); None takes the model's own.

@@ -10,12 +10,12 @@ import hashlib
 
 import torch
 
-from outrider.models.llama import LlamaModel
+from outrider.models.target import Target
 
 _MOST_ROWS = 768
 
 
-def fingerprint(model: LlamaModel) -> str:
+def fingerprint(model: Target) -> str:
     """The sha256, in hex, of evenly spaced rows of the embedding and of the last norm, after rounding to bfloat16.
 
     The rounding makes copies of a checkpoint that were loaded in bfloat16 and in float32 equal. Cost: a few

@@ -8,7 +8,6 @@ attention. Legend: T packed rows, R rows whose logits are wanted, D hidden, V vo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +17,13 @@ from outrider.models.arch import ModelConfig
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
 from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
 from outrider.models.linear import Linear, fused_linear
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What a forward gives: logits [R, V] float32 and, for each layer asked for, its tap [T, D]."""
-
-    logits: Tensor
-    taps: tuple[Tensor, ...] = ()
+from outrider.models.target import AttentionKind, Forward
 
 
 class LlamaModel:
-    """Weights of one checkpoint, ready to run: `model(batch, cache) -> Forward`. Holds no state of any request.
+    """A Target of the Llama family; models/target.py says what its parts are."""
 
-    `folder` is the checkpoint's, None for weights that were never in one.
-    """
+    shares_prefixes = True
 
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, Tensor], *, max_len: int, folder: Path | None = None
@@ -60,6 +51,11 @@ class LlamaModel:
         """Cache memory of one token over all layers."""
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.embedding.element_size()
+
+    def last_layer_of(self, kind: AttentionKind) -> int | None:
+        """The last layer, if its kind is the one that all layers have."""
+        ours = "full_attention" if self.config.sliding_window is None else "sliding_attention"
+        return self.config.num_layers - 1 if kind == ours else None
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: Sequence[LayerCache], taps: Sequence[int] = ()) -> Forward:

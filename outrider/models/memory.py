@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.models.llama import LlamaModel
+from outrider.models.target import Target
 
 
 class TargetMemory:
     """`cache`: one LayerCache a layer; `taps[layer]` [S, D]: the residual stream after that many layers, by slot."""
 
-    def __init__(self, model: LlamaModel, num_slots: int) -> None:
+    def __init__(self, model: Target, num_slots: int) -> None:
         self.cache = model.new_cache(num_slots)
         self.taps: dict[int, Tensor] = {}
         self._like, self._num_slots = model.embedding, num_slots

@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.errors import CapacityError, ConfigError, LoadError
 from outrider.models.attention import Batch
 from outrider.models.fingerprint import fingerprint
-from outrider.models.llama import LlamaModel
+from outrider.models.target import Target
 from outrider.train.corpus import Sample
 
 _ROWS = 2048
@@ -61,7 +61,7 @@ class Capture:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Target,
         samples: Sequence[Sample],
         taps: Sequence[int],
         folder: Path | None = None,
@@ -191,7 +191,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _forward(model: LlamaModel, samples: Sequence[Sample], taps: Sequence[int]) -> Iterator[Tensor]:
+def _forward(model: Target, samples: Sequence[Sample], taps: Sequence[int]) -> Iterator[Tensor]:
     """The states [rows, K, D] of these conversations, one forward's rows at a time, in order."""
     for group in _groups([len(sample.ids) for sample in samples]):
         lengths = [len(samples[i].ids) for i in group]

@@ -30,10 +30,10 @@ from outrider.errors import CapacityError, ConfigError, LoadError
 from outrider.models.arch import read_config, read_json
 from outrider.models.cache import BlockPool
 from outrider.models.families import load_model
-from outrider.models.llama import LlamaModel
 from outrider.models.loading import load_tensors
 from outrider.models.memory import TargetMemory
 from outrider.models.store import resolve
+from outrider.models.target import Target
 
 FORMATS = ("speculators", "eagle", "z-lab", "deepspec")
 """Every format that some method can be written in."""
@@ -82,7 +82,7 @@ def _check(format_name: str, output: Path, dtype: str) -> None:
         raise ConfigError(f"--output {output} is there already, expected a new or an empty folder", param="output")
 
 
-def _load(method: str | None, folder: str, model: LlamaModel) -> None:
+def _load(method: str | None, folder: str, model: Target) -> None:
     """Load a checkpoint as the engine would; raises what the engine would raise."""
     pool = BlockPool(_POOL_BLOCKS, _BLOCK_SIZE)
     memory = TargetMemory(model, _POOL_BLOCKS * _BLOCK_SIZE)
