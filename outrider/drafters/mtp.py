@@ -1,7 +1,8 @@
 """Native multi-token prediction: a module of the target's own checkpoint drafts one token after the other.
 
 One decoder layer of the target's kind reads the target's last state beside the embedding of the row's next token; from
-the second draft on, its own normed output stands in for that state. Embedding and output matrix are the target's. The
+the second draft on, its own normed output stands in for that state. Embedding and output matrix are the target's; of
+the matrix a module may bring its own, for a part of the vocabulary (`mtp.lm_head.weight`, `mtp.d2t`; an extension). The
 two published layouts differ in names, in the order of the two halves, in whether the target's final norm comes first,
 and in what the text's first row reads. Of several modules the first drafts every token.
 
@@ -34,7 +35,7 @@ from outrider.drafting.checkpoint import (
     read_checkpoint,
 )
 from outrider.drafting.config_keys import ConfigKeys
-from outrider.drafting.vocabulary import DraftVocabulary
+from outrider.drafting.vocabulary import HEAD, OFFSETS, UNREAD, draft_vocabulary, end_shapes
 from outrider.errors import ConfigError
 from outrider.models.arch import ModelConfig, expected_shapes, parse_config
 from outrider.models.attention import Batch, LayerCache
@@ -45,6 +46,7 @@ from outrider.types import Proposal
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 _LAYER = "model.layers.0."
+_ENDS = {f"mtp.{name}": name for name in (HEAD, OFFSETS, UNREAD)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,7 @@ class MtpConfig:
     model: ModelConfig
     layout: _Layout
     num_modules: int
+    draft_vocab_size: int
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> MtpConfig:
@@ -113,7 +116,8 @@ class MtpConfig:
         model = parse_config(keys.raw, {}, source=str(Path(checkpoint.source) / "config.json"))
         layout = _MIMO if any(name.startswith("mtp_layers.") for name in checkpoint.tensors) else _QWEN
         stated = [key for key in MODULE_KEYS if keys.get(key) is not None]
-        return cls(model, layout, keys.count(stated[0]) if stated else 1)
+        num_modules = keys.count(stated[0]) if stated else 1
+        return cls(model, layout, num_modules, keys.count("draft_vocab_size", model.vocab_size))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that the modules must have."""
@@ -127,6 +131,12 @@ class MtpConfig:
             norms = (layout.token_norm, layout.state_norm, layout.norm)
             shapes |= {layout.name(norm, index): (width,) for norm in norms}
         return shapes
+
+    def end_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of what a module may have of an output matrix; one over all of the target's it may not."""
+        size, model = self.draft_vocab_size, self.model
+        shapes = end_shapes(model.vocab_size, size, model.hidden_size) if size < model.vocab_size else {}
+        return {name: shape for name, shape in shapes.items() if name in _ENDS.values()}
 
     def check_length(self, num_speculative_tokens: int) -> None:
         """Raise ConfigError for an N that is longer than the modules are many, and no multiple of it."""
@@ -149,11 +159,18 @@ class MtpDrafter:
         ours.check_length(config.num_speculative_tokens)
         theirs, model = target.model.config, ours.model
         self.taps: tuple[int, ...] = (theirs.num_layers,)
-        made_for = MadeFor(model.vocab_size, model.hidden_size, model.num_layers, self.taps, model.vocab_size)
+        made_for = MadeFor(model.vocab_size, model.hidden_size, model.num_layers, self.taps, ours.draft_vocab_size)
         made_for.check(checkpoint, theirs)
-        check_tensors(checkpoint, ours.shapes(), {})
-        network = _Network(ours, placed(checkpoint, target.model.embedding), target)
-        vocabulary = DraftVocabulary(target.model.embedding, target.model.lm_head, None, theirs.vocab_size)
+        check_tensors(checkpoint, ours.shapes(), ours.end_shapes())
+        tensors = placed(checkpoint, target.model.embedding)
+        vocabulary = draft_vocabulary(
+            tensors,
+            target,
+            width=model.hidden_size,
+            draft_vocab_size=ours.draft_vocab_size,
+            source=checkpoint.source,
+        )
+        network = _Network(ours, tensors, vocabulary.head, target)
         self._loop = AutoregressiveLoop(network, vocabulary, self.taps, target)
 
     def begin(self, slot: int) -> None:
@@ -174,16 +191,17 @@ def _module(name: str, target: TargetInfo) -> Checkpoint:
     if not module:
         raise checkpoint.mismatch("holds no multi-token prediction module: no tensor mtp.* or mtp_layers.*")
     is_targets = own is not None and own.resolve() == Path(checkpoint.source).resolve()
-    return replace(checkpoint, tensors=module) if is_targets else checkpoint
+    tensors = module if is_targets else checkpoint.tensors
+    return replace(checkpoint, tensors={_ENDS.get(name, name): tensor for name, tensor in tensors.items()})
 
 
 class _Network:
     """The first module's weights, and its forward under the loop's layout."""
 
-    def __init__(self, config: MtpConfig, tensors: Mapping[str, Tensor], target: TargetInfo) -> None:
+    def __init__(self, config: MtpConfig, tensors: Mapping[str, Tensor], head: Linear, target: TargetInfo) -> None:
         model, layout = config.model, config.layout
         self._model, self._layout = model, layout
-        self._embedding, self._head = target.model.embedding, target.model.lm_head
+        self._embedding, self._head = target.model.embedding, head
         self._target_norm = target.model.norm
         self._token_norm, self._state_norm, self._norm = (
             RMSNorm(tensors[layout.name(part)], model.rms_norm_eps)
@@ -215,5 +233,5 @@ class _Network:
         return states, states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [R, V] float32."""
+        """Logits [R, Vd] float32."""
         return self._head(states, wide=True)

@@ -50,7 +50,9 @@ class _Method:
 _METHODS = {
     "ngram": _Method("outrider.drafters.ngram:NgramDrafter", "none"),
     "draft_model": _Method("outrider.drafters.draft_model:DraftModelDrafter", "any"),
-    "mtp": _Method("outrider.drafters.mtp:MtpDrafter", "inside", MODULE_KEYS),
+    "mtp": _Method(
+        "outrider.drafters.mtp:MtpDrafter", "inside", MODULE_KEYS, trainee="outrider.trainees.mtp:MtpTrainee"
+    ),
     "eagle3": _Method(
         "outrider.drafters.eagle3:Eagle3Drafter",
         "trained",
@@ -100,9 +102,10 @@ def check(config: SpeculativeConfig) -> None:
 def resolve(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     """The same settings with method, drafter and N filled in where they were left out; complete ones are checked only.
 
-    The method is the one that the checkpoint is for; the drafter, the installed zoo's for this target or what the
-    target's own folder holds; N, what the drafter's profile, its Speculators config or its config.json says, in that
-    order. Raises ConfigError, LoadError, DrafterMismatch, also for settings that do not go with the N that was found.
+    The method is the one that the checkpoint is for; the drafter, the installed zoo's for this target, unless the
+    method's is a part of the target's own folder and is there; N, what the drafter's profile, its Speculators config or
+    its config.json says, in that order. Raises ConfigError, LoadError, DrafterMismatch, also for settings that do not
+    go with the N that was found.
     """
     check(config)
     if not config.method:
@@ -113,7 +116,7 @@ def resolve(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     if config.model is None and _METHODS[config.method].model == "trained":
         config = replace(config, model=_from_zoo(config.method, target))
     if config.model is None and _METHODS[config.method].model == "inside":
-        config = replace(config, model=module_folder(target))
+        config = replace(config, model=_inside(config.method, target))
     if not config.num_speculative_tokens:
         config = replace(config, num_speculative_tokens=_length_for(config))
     return config
@@ -173,6 +176,16 @@ def _method_for(model: str) -> str:
             param="method",
         )
     return found
+
+
+def _inside(method: str, target: Target) -> str:
+    """The target's own folder, or an installed module for it."""
+    try:
+        return module_folder(target)
+    except DrafterMismatch:
+        if (found := zoo.find(method, fingerprint(target))) is not None:
+            return str(found.path)
+        raise
 
 
 def _from_zoo(method: str, target: Target) -> str:

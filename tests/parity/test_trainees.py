@@ -56,11 +56,10 @@ def trainee_of(method: str, **changes: Any) -> Trainee:
     return trainee
 
 
-def save(trainee: Trainee, folder: Path) -> dict[str, Any]:
+def save(trainee: Trainee, folder: Path) -> None:
     config, tensors = trainee.checkpoint()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return {"model": str(folder), "method": config["speculators_model_type"]}
 
 
 def agreement(trainee: Trainee, model: LlamaModel, item: Round, depth: int) -> tuple[float, float]:
@@ -88,7 +87,8 @@ def test_training_drafts_what_serving_drafts(name: str, tmp_path: Path) -> None:
     trainee = trainee_of(method, **changes)
     requests = [tiny.make_request(f"{i}", tiny.random_prompt(i, 5 + 9 * i), seed=i, max_tokens=16) for i in range(3)]
     script = scripted.Mixed(scripted.Truth(model, requests), 0.6, seed=1)
-    settings = save(trainee, tmp_path) | {"num_speculative_tokens": N}
+    save(trainee, tmp_path)
+    settings = {"method": method, "model": str(tmp_path), "num_speculative_tokens": N}
     rounds = [item for item in rounds_of(overheard(model, settings, script), requests) if len(item.chain) == N]
     assert len(rounds) > 8
     assert len({item.chain for item in rounds}) > 2

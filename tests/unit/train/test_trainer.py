@@ -119,7 +119,7 @@ def test_training_raises_what_the_engine_accepts(method: str, whole: Callable[[s
     trainer = whole(method)
     values = [entry["mean_acceptance_length"] for entry in measured(trainer)]
     assert trainer.num_steps == STEPS and len(values) == STEPS // EVERY
-    assert values[0] < 1.35 and max(values) > values[0] + 0.35
+    assert values[0] < 1.6 and max(values) > values[0] + 0.35, values
     steps = [entry for entry in trainer.folder.entries() if "loss" in entry]
     assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
