@@ -3,9 +3,10 @@
 Taps of three target layers (or as many as the checkpoint says) are fused into one state a row. The layer reads it
 beside the embedding of the row's next token; from the second draft on, its own output stands in for the target's state.
 The loop is `drafting/autoregressive.py`; here are the formats' settings, read and written, the network and its loading.
-Not here: heads that draft in parallel (P-EAGLE) and those with DeepSeek's attention. Sources: Li et al., "EAGLE-3",
-arXiv:2503.01840; vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`, `configs/speculators/algos.py`; DeepSpec
-`modeling/eagle3`. Legend: T rows, R last rows, D draft width, Dt target width, K taps.
+The layer's attention is a Llama's, a Qwen3's, or DeepSeek's latent one (drafting/latent.py). Not here: heads that draft
+in parallel (P-EAGLE). Sources: Li et al., "EAGLE-3", arXiv:2503.01840; vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`,
+`deepseek_eagle3.py`, `configs/speculators/algos.py`; DeepSpec `modeling/eagle3`. Legend: T rows, R last rows, D draft
+width, Dt target width, K taps.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from outrider.drafting.export import (
     require,
     values,
 )
+from outrider.drafting.latent import LatentAttention, LatentShape
 from outrider.drafting.speculators import speculators_keys
 from outrider.drafting.vocabulary import EMBEDDING, HEAD, DraftVocabulary, draft_vocabulary, end_shapes
 from outrider.errors import DrafterMismatch
@@ -47,6 +49,8 @@ _FIRST, _OLD_FIRST = "layers.0.", "midlayer."
 _LLAMA = ("Llama", "MiniMaxM2", "Qwen2_5vl", "Qwen3vl")
 _FAMILY_OF = {f"Eagle3{name}ForCausalLM": "llama" for name in _LLAMA}
 _FAMILY_OF |= {"Eagle3Qwen3ForCausalLM": "qwen3", "LlamaForCausalLMEagle3": "llama", "Qwen3Eagle3Model": "qwen3"}
+_LATENT = "deepseek"
+_FAMILY_OF |= {"Eagle3DeepseekV2ForCausalLM": _LATENT, "Eagle3DeepseekV3ForCausalLM": _LATENT}
 # Where the tapped layers are listed: table, key, and what turns an entry into a number of layers that have run.
 _TAP_KEYS = (
     (None, "eagle_aux_hidden_state_layer_ids", 0),
@@ -62,6 +66,7 @@ class Eagle3Config:
     `norm_before_residual`: the first layer's residual starts from the normed state. `norm_before_fc`: one norm over all
     taps; `fc_norm`: one for each of them. `norm_output`: the next draft's row reads the normed output. `fuses_taps`
     False: the state is the target's last one, normed, and nothing is fused. `logit_scale` multiplies the logits.
+    `latent`: the layers' attention, where it is not `model`'s.
     """
 
     model: ModelConfig
@@ -76,13 +81,17 @@ class Eagle3Config:
     norm_output: bool = False
     fuses_taps: bool = True
     logit_scale: float = 1.0
+    latent: LatentShape | None = None
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], *, source: str, num_target_layers: int) -> Eagle3Config:
         """From config.json, flat or in the Speculators format. Raises LoadError naming the key."""
         keys = ConfigKeys(raw, source, _NESTED)
+        family, layers, latent = _family(keys), keys, None
+        if family == _LATENT:
+            family, layers, latent = "llama", replace(keys, raw=_without_latent(raw)), LatentShape.read(keys)
         # The published implementations have no bias on the attention's output, whatever attention_bias says.
-        model = replace(layer_config(keys, _family(keys), ("llama", "qwen3")), output_bias=False)
+        model = replace(layer_config(layers, family, ("llama", "qwen3")), output_bias=False)
         fuses = keys.flag("use_aux_hidden_state", True)
         slides = sliding_layers(keys, model.num_layers)
         window = keys.count("sliding_window") if any(slides) else None
@@ -99,6 +108,7 @@ class Eagle3Config:
             norm_output=keys.flag("norm_output", False),
             fuses_taps=fuses,
             logit_scale=keys.number("logit_scale", 1.0),
+            latent=latent,
         )
 
     def shapes(self, first: str = _FIRST) -> dict[str, tuple[int, ...]]:
@@ -106,7 +116,11 @@ class Eagle3Config:
         width, fused = self.model.hidden_size, len(self.taps) * self.target_hidden_size
         layers = {name.removeprefix("model."): shape for name, shape in expected_shapes(self.model).items()}
         shapes = {name: shape for name, shape in layers.items() if name.startswith("layers.")}
-        for name in ("q", "k", "v"):
+        if self.latent is not None:
+            shapes = {name: shape for name, shape in shapes.items() if ".self_attn." not in name}
+            for index in range(self.model.num_layers):
+                shapes |= self.latent.shapes(f"layers.{index}.self_attn.", width if index else 2 * width, width)
+        for name in ("q", "k", "v") if self.latent is None else ():
             key = f"{_FIRST}self_attn.{name}_proj.weight"
             shapes[key] = (shapes[key][0], 2 * width)
         shapes[_FIRST + "hidden_norm.weight"] = (width,)
@@ -119,6 +133,12 @@ class Eagle3Config:
             if self.fc_norm:
                 shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
         return shapes
+
+
+def _without_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the layers around a latent attention, which has its own rotation and as many keys as queries."""
+    plain = {key: value for key, value in raw.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
+    return plain | {"num_key_value_heads": raw.get("num_attention_heads"), "head_dim": 2}
 
 
 def _first_of(checkpoint: Checkpoint) -> str:
@@ -232,11 +252,14 @@ class Eagle3Exporter:
         self._layers = layer_keys(config.model, config.windows, config.logit_scale)
         # vLLM's Llama class counts three taps, however many are listed, unless this key says otherwise.
         self._num_taps = {"num_aux_hidden_states": len(config.taps)} if config.fuses_taps else {}
+        rank = None if config.latent is None else config.latent.rank
+        self._plain = Limit("kv_lora_rank", rank, None, "keep it as it is")
 
     def _speculators(self, num_speculative_tokens: int) -> Written:
         config, flat = self._config, "take --format eagle"
         both = Limit("fc_norm beside norm_before_fc", config.fc_norm and config.norm_before_fc, False, flat)
-        require(self._checkpoint, "speculators", [Limit("use_aux_hidden_state", config.fuses_taps, True, flat), both])
+        fuses = Limit("use_aux_hidden_state", config.fuses_taps, True, flat)
+        require(self._checkpoint, "speculators", [self._plain, fuses, both])
         layers = self._layers | self._num_taps
         table = speculators_keys("eagle3", "Eagle3Speculator", layers, self._target, num_speculative_tokens)
         table |= {"eagle_aux_hidden_state_layer_ids": list(config.taps), "num_target_layers": config.num_target_layers}
@@ -245,6 +268,7 @@ class Eagle3Exporter:
     def _eagle(self, _: int) -> Written:
         config = self._config
         limits = [
+            self._plain,
             Limit("model_type", config.model.model_type, "llama"),
             Limit("num_hidden_layers", config.model.num_layers, 1),
         ]
@@ -257,6 +281,7 @@ class Eagle3Exporter:
     def _deepspec(self, _: int) -> Written:
         config, model = self._config, self._config.model
         limits = [
+            self._plain,
             Limit("model_type", model.model_type, "qwen3"),
             Limit("num_hidden_layers", model.num_layers, 1),
             Limit("draft_vocab_size", config.draft_vocab_size, model.vocab_size),
@@ -290,8 +315,11 @@ class _Network:
         model, eps = config.model, config.model.rms_norm_eps
         self._config, self._embedding, self._head = config, vocabulary.embedding, vocabulary.head
         # Drafts go as far as the target's text, whatever length the head was trained with.
-        tables = rope_tables(model.head_dim, target.max_len, model.rope_theta, model.rope_scaling)
-        rope = (tables[0].to(target.model.device), tables[1].to(target.model.device))
+        if config.latent is None:
+            tables = rope_tables(model.head_dim, target.max_len, model.rope_theta, model.rope_scaling)
+            rope = (tables[0].to(target.model.device), tables[1].to(target.model.device))
+        else:
+            rope = config.latent.tables(target.max_len, target.model.device)
         self._layers = [_Layer(config, tensors, index, rope) for index in range(model.num_layers)]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, model.num_layers)]
         self._norms = [RMSNorm(tensors[name], eps) for name in later]
@@ -306,8 +334,7 @@ class _Network:
 
     def new_cache(self, num_slots: int) -> list[LayerCache]:
         """Empty keys and values for that many slots, one entry a layer."""
-        model = self._config.model
-        return [LayerCache(num_slots, model.num_kv_heads, model.head_dim, self._embedding) for _ in self._layers]
+        return [layer.attention.new_cache(num_slots, self._embedding) for layer in self._layers]
 
     def combine(self, taps: Sequence[Tensor]) -> Tensor:
         """The state [T, D] of each row from K taps [T, Dt]; never for states of the network's own."""
@@ -348,25 +375,47 @@ class _Layer:
     def __init__(
         self, config: Eagle3Config, tensors: Mapping[str, Tensor], index: int, rope: tuple[Tensor, Tensor]
     ) -> None:
-        model, prefix = config.model, f"layers.{index}."
+        prefix = f"layers.{index}."
         self._window = config.windows[index]
-        self._post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], model.rms_norm_eps)
-        # Queries apart from keys and values: most rows of a first pass need only the latter.
-        self._query = fused_linear(tensors, prefix + "self_attn.", ("q_proj",))
-        self._key_value = fused_linear(tensors, prefix + "self_attn.", ("k_proj", "v_proj"))
-        self._output = fused_linear(tensors, prefix + "self_attn.", ("o_proj",))
+        self._post_norm = RMSNorm(tensors[prefix + "post_attention_layernorm.weight"], config.model.rms_norm_eps)
+        attention = prefix + "self_attn."
+        self.attention: _Attention | LatentAttention
+        if config.latent is None:
+            self.attention = _Attention(Heads.of(config.model, tensors, attention, rope), tensors, attention)
+        else:
+            self.attention = LatentAttention(config.latent, tensors, attention, rope)
         self._gate_up = fused_linear(tensors, prefix + "mlp.", ("gate_proj", "up_proj"))
         self._down = fused_linear(tensors, prefix + "mlp.", ("down_proj",))
-        self._heads = Heads.of(model, tensors, prefix + "self_attn.", rope)
-        self._no_query = replace(self._heads, num_heads=0, q_norm=None)
 
     def fill(self, inputs: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Write the rows' keys and values, and no more."""
-        rope_store(self._key_value(inputs), batch, self._no_query, cache)
+        self.attention.fill(inputs, batch, cache)
 
     def __call__(self, inputs: Tensor, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """What the layer adds to the residual [T, D], which has taken in the attention's part already."""
+        attended = self.attention(inputs, batch, first_seen(batch, self._window), cache)
+        return self._down(silu_mul(self._gate_up(self._post_norm(residual, attended))))
+
+
+class _Attention:
+    """Attention of plain heads. Queries apart from keys and values: most rows of a first pass need only the latter."""
+
+    def __init__(self, heads: Heads, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        self._query = fused_linear(tensors, prefix, ("q_proj",))
+        self._key_value = fused_linear(tensors, prefix, ("k_proj", "v_proj"))
+        self._output = fused_linear(tensors, prefix, ("o_proj",))
+        self._heads, self._no_query = heads, replace(heads, num_heads=0, q_norm=None)
+
+    def new_cache(self, num_slots: int, like: Tensor) -> LayerCache:
+        """Empty keys and values for that many slots."""
+        return LayerCache(num_slots, self._heads.num_kv_heads, self._heads.head_dim, like)
+
+    def fill(self, inputs: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Write the rows' keys and values."""
+        rope_store(self._key_value(inputs), batch, self._no_query, cache)
+
+    def __call__(self, inputs: Tensor, batch: Batch, starts: Tensor, cache: LayerCache) -> Tensor:
+        """Fill, and attend: [T, D]."""
         qkv = torch.cat([self._query(inputs), self._key_value(inputs)], dim=1)
         rope_store(qkv, batch, self._heads, cache)
-        attended = self._output(attend(qkv, batch, first_seen(batch, self._window), self._heads, cache))
-        return self._down(silu_mul(self._gate_up(self._post_norm(residual, attended))))
+        return self._output(attend(qkv, batch, starts, self._heads, cache))

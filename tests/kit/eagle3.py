@@ -36,6 +36,7 @@ class Meaning:
     has_fusion: bool = True
     theta: float = 10000.0
     scale: float = 1.0
+    latent: dict[str, Any] | None = None
 
 
 @dataclass
@@ -166,6 +167,54 @@ def _biased() -> Made:
     return made
 
 
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 1.0,
+        "beta_slow": 0.25,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+"""Keys of DeepSeek's attention, its frequencies stretched."""
+
+
+def latent(seed: int = 16, *, taps: tuple[int, ...] = (1, 3, 5), **changes: Any) -> Made:
+    """The flat format with DeepSeek's attention, as Kimi's heads have it."""
+    keys = LATENT | changes
+    config = layer_keys(
+        model_type="deepseek_v3",
+        architectures=["Eagle3DeepseekV2ForCausalLM"],
+        eagle_aux_hidden_state_layer_ids=list(taps),
+        draft_vocab_size=tiny.VOCAB,
+        **keys,
+    )
+    del config["head_dim"]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: tensor for name, tensor in weights(seed).items() if ".self_attn." not in name}
+    rank, heads = keys["q_lora_rank"], 4 * 24
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (heads, 2 * tiny.WIDTH)}
+    if rank is not None:
+        shapes = {"q_a_proj": (rank, 2 * tiny.WIDTH), "q_a_layernorm": (rank,), "q_b_proj": (heads, rank)}
+    shapes |= {
+        "kv_a_proj_with_mqa": (40, 2 * tiny.WIDTH),
+        "kv_a_layernorm": (32,),
+        "kv_b_proj": (4 * 32, 32),
+        "o_proj": (tiny.WIDTH, 64),
+    }
+    names = {name: f"layers.0.self_attn.{name}.weight" for name in shapes}
+    made = {names[name]: 2 * _random(names[name], shape, generator) for name, shape in shapes.items()}
+    return Made(config, tensors | made, Meaning(taps=taps, latent=config))
+
+
 def _wide() -> Made:
     made = flat(10, hidden_size=96, target_hidden_size=tiny.WIDTH)
     return replace(made, tensors=weights(10, width=96) | ends(10, width=96))
@@ -212,6 +261,8 @@ VARIANTS: dict[str, Callable[[], Made]] = {
     "last state": _last_state,
     "small heads": _small_heads,
     "own choice of taps": lambda: flat(14, Meaning(taps=(2, 3, 4)), eagle_aux_hidden_state_layer_ids=[4, 2, 3]),
+    "latent": latent,
+    "latent, plain": lambda: latent(17, q_lora_rank=None, rope_scaling=None),
     "other rope": lambda: flat(15, Meaning(theta=500.0, scale=0.5), rope_theta=500.0, logit_scale=0.5),
 }
 

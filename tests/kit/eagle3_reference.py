@@ -1,15 +1,19 @@
 """An EAGLE-3 round by the slow road: the whole text again for every draft, in plain float64 PyTorch.
 
-Written from the method's description alone: no cache, no batch, no block tables, no kernels, and no config.
+Written from the method's description alone: no cache, no batch, no block tables, no kernels, and no config. Latent
+attention is transformers' own module.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
+import transformers
 from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from tests.kit.eagle3 import Meaning
 
@@ -81,7 +85,26 @@ class Eagle3Reference:
         out = _rms(x, self.weights["norm.weight"])
         return out, out if self.meaning.feeds_back_normed else x
 
+    def _latent_attention(self, index: int, inputs: Tensor) -> Tensor:
+        keys = dict(self.meaning.latent or {}) | {"hidden_size": inputs.shape[1], "attn_implementation": "eager"}
+        keys["model_type"] = "deepseek_v3"
+        config = transformers.DeepseekV3Config(**{name: keys[name] for name in keys if name != "model_type"})
+        module = DeepseekV3Attention(config, 0).double()
+        module.o_proj = torch.nn.Linear(1, 1, bias=False)
+        for name, part in module.named_modules():
+            if hasattr(part, "weight"):
+                part.weight = torch.nn.Parameter(self.weights[f"layers.{index}.self_attn.{name}.weight"])
+            if hasattr(part, "variance_epsilon"):
+                part.variance_epsilon = EPS
+        where = torch.arange(len(inputs))[None]
+        mask = torch.full((len(inputs), len(inputs)), -math.inf, dtype=torch.float64).triu(1)[None, None]
+        turns = DeepseekV3RotaryEmbedding(config)(inputs[None], where)
+        with torch.no_grad():
+            return cast(Tensor, module(inputs[None], turns, mask)[0][0])
+
     def _attention(self, index: int, inputs: Tensor, window: int | None) -> Tensor:
+        if self.meaning.latent is not None:
+            return self._latent_attention(index, inputs)
         size, where = self.meaning.head_dim, torch.arange(len(inputs))
 
         def heads(name: str) -> Tensor:

@@ -36,6 +36,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "eagle3 last state": {"speculators": "use_aux_hidden_state", "deepspec": "model_type"},
     "eagle3 small heads": {"deepspec": "model_type"},
     "eagle3 own choice of taps": {"deepspec": "model_type"},
+    "eagle3 latent": dict.fromkeys(("speculators", "eagle", "deepspec"), "kv_lora_rank"),
+    "eagle3 latent, plain": dict.fromkeys(("speculators", "eagle", "deepspec"), "kv_lora_rank"),
     "eagle3 other rope": {"deepspec": "model_type"},
     "dflash zlab": {"deepspec": "sample_from_anchor"},
     "dflash causal": {"deepspec": "sample_from_anchor"},
