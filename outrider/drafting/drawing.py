@@ -1,6 +1,7 @@
 """Taking drafts from logits as they come, position by position, for drafters whose next draft depends on the last.
 
-Each step has one row for each request that still drafts; what was drawn from is kept and given back request by request.
+Each step has one row for each request that still drafts; what was drawn from, and how sure the drafter was, is kept and
+given back request by request.
 Not here: keyed randomness and distributions (sampling). Legend: A rows of a step, Vd drafted vocabulary.
 """
 
@@ -25,14 +26,34 @@ class Drawing:
     def __init__(self, context: DraftContext, vocabulary: DraftVocabulary) -> None:
         self._context, self._vocabulary = context, vocabulary
         self._drawn: list[Distributions] = []
+        self._top_probs: list[npt.NDArray[np.float64]] = []
 
     def choose(self, logits: Tensor, step: int, requests: Sequence[int]) -> Tensor:
-        """One draft from each row of logits [A, Vd], the likeliest or a drawn one: target ids [A]."""
+        """One draft from each row of logits [A, Vd], the likeliest or a drawn one: target ids [A].
+
+        Where lengths adapt, also notes how likely the drafter found its likeliest token.
+        """
         if self._context.sample_method == "greedy":
-            return self._vocabulary.to_target(greedy(logits))
+            chosen = greedy(logits)
+            if self._context.pace is not None:
+                self._top_probs.append(top_probs(logits, chosen))
+            return self._vocabulary.to_target(chosen)
         groups = [draft_group(self._context.groups[index], step) for index in requests]
         self._drawn.append(distributions(self._vocabulary.widen(logits), groups))
+        if self._context.pace is not None:
+            self._top_probs.append(top_probs_of(self._drawn[-1]))
         return torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
+
+    def goes_on(self, step: int, requests: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these requests, those of the last step, want another draft; all of them where lengths are fixed."""
+        pace = self._context.pace
+        if pace is None:
+            return np.ones(len(requests), dtype=np.bool_)
+        return pace.goes_on(step, np.array(self._context.slots)[requests], self._top_probs[-1])
+
+    def top_probs(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
+        """What was noted, all steps' rows in this order; None where lengths are fixed."""
+        return np.concatenate(self._top_probs)[order] if self._top_probs else None
 
     def drawn_from(self, order: npt.NDArray[np.int64]) -> Distributions | None:
         """What the drafts were drawn from, all steps' rows in this order; None if they were not drawn."""
@@ -42,3 +63,15 @@ class Drawing:
         entries, starts = entries_of(by_step.starts.numpy(), order)
         chosen = torch.from_numpy(entries)
         return Distributions(by_step.ids[chosen], by_step.probs[chosen], torch.from_numpy(starts))
+
+
+def top_probs(logits: Tensor, chosen: Tensor) -> npt.NDArray[np.float64]:
+    """The probability that each row of logits [A, Vd] gives to its likeliest token `chosen` [A]."""
+    best = logits.gather(1, chosen[:, None])[:, 0]
+    found: npt.NDArray[np.float64] = (best - logits.logsumexp(dim=1)).exp().cpu().double().numpy()
+    return found
+
+
+def top_probs_of(drawn: Distributions) -> npt.NDArray[np.float64]:
+    """The largest probability in each row."""
+    return np.maximum.reduceat(drawn.probs.numpy(), drawn.starts.numpy()[:-1]).astype(np.float64)

@@ -17,15 +17,21 @@ from typing import Any, Literal
 from outrider.errors import LoadError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Published values of `model_type` that name another family's architecture in transformers."""
 _ROPE_KINDS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: all by one factor (linear), or the long wavelengths only (llama3)."""
+    """How rotary frequencies are stretched: all by one factor (linear), or the long wavelengths only (llama3).
 
-    kind: Literal["linear", "llama3"]
+    proportional: all by one factor, and only the first `rotated` share of the pairs turns at all.
+    """
+
+    kind: Literal["linear", "llama3", "proportional"]
     factor: float
+    rotated: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
@@ -69,10 +75,14 @@ def read_config(folder: Path) -> ModelConfig:
     Raises LoadError naming the file and the key for a missing or broken file, an unknown family, or a setting that the
     forward pass cannot honour.
     """
-    path = Path(folder) / "config.json"
-    raw = read_json(path)
-    generation = path.with_name("generation_config.json")
-    return parse_config(raw, read_json(generation) if generation.is_file() else {}, source=str(path))
+    return parse_config(*read_files(folder), source=str(Path(folder) / "config.json"))
+
+
+def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of a folder's config.json and generation_config.json, the latter empty where there is none."""
+    generation = Path(folder) / "generation_config.json"
+    raw = read_json(Path(folder) / "config.json")
+    return raw, read_json(generation) if generation.is_file() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, source: str) -> ModelConfig:
     """The config from the two files' contents; `source` names the file in errors."""
-    read = _Reader(raw, source)
+    read = ConfigReader(raw, source)
     family = _family(read)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     theta, scaling = _rope(read)
@@ -113,10 +123,15 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, sourc
         qk_norm=family == "qwen3",
         sliding_window=_sliding_window(read, family),
         max_position_embeddings=read.count("max_position_embeddings", 2048),
-        eos_token_ids=_token_ids(generation.get("eos_token_id"), raw.get("eos_token_id"), source),
-        bos_token_id=next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"), source)), None),
+        **read_ends(generation, raw, source),
         dtype=read.text("dtype") or read.text("torch_dtype"),
     )
+
+
+def read_ends(generation: Mapping[str, Any], raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`eos_token_ids` and `bos_token_id` for a config; the generation file's win. Raises LoadError."""
+    ends, begins = (_token_ids(generation.get(key), raw.get(key), source) for key in ("eos_token_id", "bos_token_id"))
+    return {"eos_token_ids": ends, "bos_token_id": next(iter(begins), None)}
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -150,16 +165,21 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Typed reads of a config's keys; a key that is absent or null takes the default, and has to have one."""
+class ConfigReader:
+    """Typed reads of a config's keys; a key that is absent or null takes the default, and has to have one.
+
+    Each raises LoadError naming the source and the key where the value is of another kind.
+    """
 
     raw: Mapping[str, Any]
     source: str
 
     def refuse(self, what: str) -> LoadError:
+        """The error for something in this file."""
         return LoadError(f"{self.source}: {what}")
 
     def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
         value = self.raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -167,30 +187,34 @@ class _Reader:
         return float(value)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number."""
         value = self.raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(f"{key} is {value!r}, expected a whole number of at least {least}")
         return value
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A true or false."""
         value = self.raw.get(key)
         if value not in (None, True, False):
             raise self.refuse(f"{key} is {value!r}, expected true or false")
-        return bool(value)
+        return default if value is None else bool(value)
 
     def text(self, key: str) -> str | None:
+        """A text, None for anything else."""
         value = self.raw.get(key)
         return value if isinstance(value, str) else None
 
     def table(self, key: str) -> Mapping[str, Any]:
+        """An object; an empty one where the key is absent."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(f"{key} is {value!r}, expected an object")
         return value or {}
 
 
-def _family(read: _Reader) -> str:
+def _family(read: ConfigReader) -> str:
     family = read.raw.get("model_type")
     if family not in FAMILIES:
         named = read.raw.get("architectures")
@@ -199,14 +223,14 @@ def _family(read: _Reader) -> str:
     return str(family)
 
 
-def _kv_heads(read: _Reader, heads: int) -> int:
+def _kv_heads(read: ConfigReader, heads: int) -> int:
     kv_heads = read.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise read.refuse(f"num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}")
     return kv_heads
 
 
-def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
+def _head_dim(read: ConfigReader, family: str, hidden: int, heads: int) -> int:
     # qwen3 checkpoints may leave the key out and then mean 128, whatever the width; the others mean an equal share.
     head_dim = read.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
     if head_dim % 2:
@@ -214,9 +238,9 @@ def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _rope(read: _Reader) -> tuple[float, RopeScaling | None]:
+def _rope(read: ConfigReader) -> tuple[float, RopeScaling | None]:
     modern, old = read.table("rope_parameters"), read.table("rope_scaling")
-    rope = _Reader(modern or old, read.source)
+    rope = ConfigReader(modern or old, read.source)
     theta = rope.number("rope_theta") if "rope_theta" in rope.raw else read.number("rope_theta", 10000.0)
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in _ROPE_KINDS:
@@ -237,7 +261,7 @@ def _rope(read: _Reader) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _refuse_unknown_behaviour(read: _Reader) -> None:
+def _refuse_unknown_behaviour(read: ConfigReader) -> None:
     activation = read.raw.get("hidden_act", read.raw.get("hidden_activation")) or "silu"
     if activation != "silu":
         raise read.refuse(f"hidden_act is {activation!r}, expected silu")
@@ -247,7 +271,7 @@ def _refuse_unknown_behaviour(read: _Reader) -> None:
         raise read.refuse(f"the weights are quantised ({method}), expected bf16, fp16 or fp32, or a GGUF")
 
 
-def _sliding_window(read: _Reader, family: str) -> int | None:
+def _sliding_window(read: ConfigReader, family: str) -> int | None:
     if family == "llama" or read.raw.get("sliding_window") is None:
         return None
     if family != "mistral" and not read.flag("use_sliding_window"):

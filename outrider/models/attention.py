@@ -132,11 +132,14 @@ class Heads:
 
 def fits_kernels(heads: Heads) -> bool:
     """Whether the C kernels take this head size."""
-    return heads.head_dim % (2 * GROUP) == 0 and heads.head_dim <= 16 * GROUP
+    return heads.head_dim % (2 * GROUP) == 0 and heads.head_dim <= 32 * GROUP
 
 
 def rope_store(qkv: Tensor, batch: Batch, heads: Heads, cache: LayerCache) -> None:
-    """Norm and rotate queries and keys of qkv [T, (H + 2 G) E] in place; write keys and values into their slots."""
+    """Norm and rotate queries and keys of qkv [T, (H + 2 G) E] in place; write keys and values into their slots.
+
+    Heads without a key head (G = 0) are queries alone, and nothing is written.
+    """
     lib = kernels_for(qkv) if fits_kernels(heads) else None
     if lib is None:
         _reference_rope_store(qkv, batch, heads, cache)
@@ -198,7 +201,8 @@ def _reference_rope_store(qkv: Tensor, batch: Batch, heads: Heads, cache: LayerC
         normed = part if norm is None else reference_rms_norm(part, norm, heads.norm_eps)
         first, second = normed.float().chunk(2, dim=-1)
         part.copy_(torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1))
-    cache.scatter(batch.slots.long(), keys, values)
+    if heads.num_kv_heads:
+        cache.scatter(batch.slots.long(), keys, values)
 
 
 def _reference_attend(queries: Tensor, batch: Batch, starts: Tensor, heads: Heads, cache: LayerCache) -> Tensor:

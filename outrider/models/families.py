@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from outrider.config import Dtype
 from outrider.errors import ConfigError, LoadError
-from outrider.models.arch import read_config
+from outrider.models.arch import FAMILIES, read_files
+from outrider.models.gemma import GemmaModel, text_names
+from outrider.models.gemma_config import GEMMA_FAMILIES, GemmaConfig
+from outrider.models.hf import load_hf
 from outrider.models.llama import LlamaModel
-from outrider.models.loading import check_tensors, load_tensors
+from outrider.models.loading import check_tensors, load_tensors, parse_any
 from outrider.models.store import resolve
 from outrider.models.target import Target
+from outrider.models.unknown_keys import target_keys, warn_of_unknown_keys
 from outrider.native import library
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -22,12 +29,26 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device, max_len: 
     `max_len` is the longest sequence it must take (the rotary tables' length); None takes the model's own.
     """
     folder = resolve(name)
-    config = read_config(folder)
-    tensors = load_tensors(folder)
+    raw, generation = read_files(folder)
+    warn_of_unknown_keys(raw, target_keys(raw), source=str(folder), effect="its text may be another than intended")
+    if not runs_here(raw):
+        return load_hf(folder, dtype=dtype, device=device)
+    config, tensors = parse_any(raw, generation, source=str(folder / "config.json")), load_tensors(folder)
+    if isinstance(config, GemmaConfig):
+        tensors = text_names(tensors)
     # What the target itself does not run may be a drafter's module, which reads the folder again.
     left = set(check_tensors(tensors, config, source=str(folder)))
     on_device = {key: tensor.to(device=device, dtype=dtype) for key, tensor in tensors.items() if key not in left}
-    return LlamaModel(config, on_device, max_len=max_len or config.max_position_embeddings, folder=folder)
+    max_len = max_len or config.max_position_embeddings
+    if isinstance(config, GemmaConfig):
+        return GemmaModel(config, on_device, max_len=max_len, folder=folder)
+    return LlamaModel(config, on_device, max_len=max_len, folder=folder)
+
+
+def runs_here(raw: Mapping[str, Any]) -> bool:
+    """Whether code of our own runs this config; transformers has the other families, and Gemma 4's experts."""
+    family, text = raw.get("model_type"), raw.get("text_config") or raw
+    return family in FAMILIES or (family in GEMMA_FAMILIES and not text.get("enable_moe_block"))
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,8 +1,9 @@
 """Turns a GGUF file into a Hugging Face folder, once: bf16 safetensors, config, generation config and tokenizer.
 
-Architectures llama, qwen2 and qwen3. Quantised values are restored in float32 and then rounded to bfloat16. This is
-not a loader: the engine only ever reads the folder. The tokenizer half is in models/gguf_tokenizer.py. Source: the
-GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `gguf` package.
+Architectures llama, qwen2, qwen3 and gemma3. Quantised values are restored in float32 and then rounded to bfloat16.
+This is not a loader: the engine only ever reads the folder. The tokenizer half is in models/gguf_tokenizer.py. Source:
+the GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `gguf` package; what a Gemma 3
+file leaves unsaid, from llama.cpp's reader.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ import torch
 from gguf import GGUFReader, ReaderTensor
 
 from outrider.errors import LoadError
-from outrider.models.arch import ModelConfig, expected_shapes, parse_config
+from outrider.models.arch import ModelConfig
 from outrider.models.download import Progress, disk_error, silent
+from outrider.models.gemma_config import GemmaConfig
 from outrider.models.gguf_tokenizer import tokenizer_files
+from outrider.models.loading import parse_any, tensor_shapes
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 # What a damaged file makes the reader stumble over; it checks little itself.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error)
-_REFUSED_KEYS = ("expert_count", "attention.sliding_window", "attention.logit_softcapping", "logit_scale")
+_REFUSED_KEYS = ("expert_count", "attention.logit_softcapping", "attn_logit_softcapping", "logit_scale")
 # Llama 3 files carry the stretched frequencies and not the rule; these are the rules that were ever published.
 _LLAMA3_FACTORS = (8.0, 16.0, 32.0)
 _OUTER_NAMES = {
@@ -52,6 +60,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LARGEST_GEMMA3 = 62
+"""Layers of the one size whose attention is scaled by an equal share of the width instead of the head size."""
 
 
 def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> None:
@@ -70,7 +85,7 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> None:
         fields = {name: field.contents() for name, field in reader.fields.items()}
     config, generation = _configs(reader, fields, path)
     files = {"config.json": config, "generation_config.json": generation} | tokenizer_files(fields, source=str(path))
-    tensors = _renamed(reader, parse_config(config, generation, source=str(path)), path)
+    tensors = _renamed(reader, parse_any(config, generation, source=str(path)), path)
     with new_folder(folder) as partial:
         for name, content in files.items():
             _write_json(partial / name, content)
@@ -90,6 +105,13 @@ def open_gguf(path: Path) -> GGUFReader:
         raise LoadError(f"{path} is not a GGUF file: it starts with {magic!r}, expected b'GGUF'")
     with _damage_named(path):
         return GGUFReader(path)
+
+
+def gguf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
+    """The config.json that the file's model would have. Raises LoadError as converting it does."""
+    with _damage_named(path):
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    return _configs(reader, fields, path)[0]
 
 
 @contextmanager
@@ -137,6 +159,8 @@ def _configs(reader: GGUFReader, fields: Mapping[str, Any], path: Path) -> tuple
     own = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
     if refused := [key for key in _REFUSED_KEYS if own.get(key)]:
         raise LoadError(f"{path} sets {architecture}.{refused[0]} to {own[refused[0]]}, which is not implemented")
+    if architecture != "gemma3" and own.get("attention.sliding_window"):
+        raise LoadError(f"{path} sets {architecture}.attention.sliding_window, which is not implemented")
     heads, width = _required(own, "attention.head_count", path), _required(own, "embedding_length", path)
     rows = next((int(tensor.shape[1]) for tensor in reader.tensors if tensor.name == "token_embd.weight"), 0)
     special = {f"{kind}_token_id": fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
@@ -161,7 +185,24 @@ def _configs(reader: GGUFReader, fields: Mapping[str, Any], path: Path) -> tuple
         "attention_bias": "blk.0.attn_q.bias" in names,
         "torch_dtype": "bfloat16",
     }
-    return config | special, generation
+    return config | (_gemma_keys(own, config, path) if architecture == "gemma3" else {}) | special, generation
+
+
+def _gemma_keys(own: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What a Gemma 3 has beside or instead of the other families' keys; its files leave some of it unsaid."""
+    share = config["hidden_size"] // config["num_attention_heads"]
+    cap = own.get("final_logit_softcapping")
+    return {
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": share if config["num_hidden_layers"] == _LARGEST_GEMMA3 else config["head_dim"],
+        "rope_theta": _short(own.get("rope.freq_base", 1_000_000.0)),
+        "rope_local_base_freq": _short(own.get("rope.freq_base_swa", 10_000.0)),
+        "sliding_window": _required(own, "attention.sliding_window", path),
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None if cap is None else _short(cap),
+    }
 
 
 def _required(own: Mapping[str, Any], key: str, path: Path) -> Any:
@@ -200,10 +241,11 @@ def _llama3_scaling(stored: np.ndarray, own: Mapping[str, Any], path: Path) -> d
     raise LoadError(f"{path} has rope_freqs.weight of no published llama3 rule (factors 8, 16, 32)")
 
 
-def _renamed(reader: GGUFReader, config: ModelConfig, path: Path) -> dict[str, ReaderTensor]:
+def _renamed(reader: GGUFReader, config: ModelConfig | GemmaConfig, path: Path) -> dict[str, ReaderTensor]:
     """The file's tensors under their Hugging Face names, in the order of the config, each of the expected shape."""
-    found = {_hf_name(tensor.name): tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"}
-    shapes = expected_shapes(config)
+    names = _GEMMA_LAYER_NAMES if isinstance(config, GemmaConfig) else _LAYER_NAMES
+    found = {_hf_name(tensor.name, names): tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"}
+    shapes = tensor_shapes(config)
     if unknown := sorted(tensor.name for name, tensor in found.items() if name not in shapes):
         raise LoadError(f"{path} holds {unknown[0]}, which a {config.model_type} does not have")
     if missing := [name for name in shapes if name not in found]:
@@ -215,10 +257,10 @@ def _renamed(reader: GGUFReader, config: ModelConfig, path: Path) -> dict[str, R
     return {name: found[name] for name in shapes}
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
     return _OUTER_NAMES.get(name, name)
 
 
@@ -253,6 +295,9 @@ def _bfloat16_bytes(name: str, tensor: ReaderTensor, config: Mapping[str, Any]) 
     if config["model_type"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         values = _unpermuted(values, heads)
+    if config["model_type"] == "gemma3_text" and "norm" in name:
+        # GGUFs hold what the norm multiplies by, folders what it differs from 1.
+        values = values - 1
     return torch.from_numpy(np.require(values, requirements=["C", "W"])).bfloat16().view(torch.int16).numpy().tobytes()
 
 

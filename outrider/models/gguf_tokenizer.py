@@ -1,8 +1,10 @@
-"""The tokenizer half of a GGUF conversion: byte-level BPE metadata to tokenizer.json and tokenizer_config.json.
+"""The tokenizer half of a GGUF conversion: its vocabulary to tokenizer.json and tokenizer_config.json.
 
-Only how a file is written; reading text with it is text/tokenizer.py's. What a GGUF calls its `pre` names how text is
-cut before merging, and that has to be exact: a nearly right cut gives other ids. Source of the cuts: each family's
-published tokenizer and the names in llama.cpp's vocabulary reader; a file without a name means `default` there.
+Only how a file is written; reading text with it is text/tokenizer.py's. Two kinds are known. Byte-level BPE: what a
+GGUF calls its `pre` names how text is cut before merging, and that has to be exact: a nearly right cut gives other ids.
+Source of the cuts: each family's published tokenizer and the names in llama.cpp's vocabulary reader; a file without a
+name means `default` there. SentencePiece BPE: no cuts; neighbours merge into the token of the highest score, and
+characters that are in no token fall back to bytes. Source: Kudo and Richardson, arXiv:1808.06226, and its code.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from outrider.errors import LoadError
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ENGLISH_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _MODERN = _ENGLISH_ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_SPACE = "\u2581"
+"""What a space is in a SentencePiece vocabulary."""
 
 
 def _cuts(*patterns: str) -> PreTokenizer:
@@ -55,16 +59,20 @@ _PRE_TOKENIZERS = {"smollm": _smollm, "gpt-2": _gpt2, "llama-bpe": _llama3, "qwe
 def tokenizer_files(fields: Mapping[str, Any], *, source: str) -> dict[str, dict[str, Any]]:
     """Contents of tokenizer.json and tokenizer_config.json from a GGUF's fields, by file name.
 
-    Raises LoadError naming `source` for a vocabulary that is not byte-level BPE, an unknown `pre`, or broken lists.
+    Raises LoadError naming `source` for a vocabulary of another kind, an unknown `pre`, or broken lists.
     """
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise LoadError(f"{source} has a tokenizer of kind {kind!r}, expected gpt2 (byte-level BPE)")
-    if pre not in _PRE_TOKENIZERS:
-        raise LoadError(f"{source} has the pre-tokenizer {pre!r}, expected one of {', '.join(_PRE_TOKENIZERS)}")
+    if kind not in ("gpt2", "llama"):
+        raise LoadError(
+            f"{source} has a tokenizer of kind {kind!r}, expected gpt2 (byte-level BPE) or llama (SentencePiece BPE)"
+        )
     tokens = _strings(fields, "tokenizer.ggml.tokens", source)
-    tokenizer = _byte_level(tokens, _strings(fields, "tokenizer.ggml.merges", source), pre, source)
-    tokenizer.add_tokens(_added_tokens(fields, tokens, source))
+    kinds = _kinds(fields, tokens, source)
+    if kind == "llama":
+        tokenizer = _sentencepiece(fields, tokens, kinds, source)
+    else:
+        tokenizer = _byte_level(tokens, _strings(fields, "tokenizer.ggml.merges", source), pre, source)
+    tokenizer.add_tokens(_added_tokens(tokens, kinds))
     if wrapper := _wrapper(fields, tokens, pre):
         tokenizer.post_processor = wrapper
     return {"tokenizer.json": json.loads(tokenizer.to_str()), "tokenizer_config.json": _config(fields, tokens)}
@@ -77,7 +85,38 @@ def _strings(fields: Mapping[str, Any], key: str, source: str) -> list[str]:
     return value
 
 
+def _kinds(fields: Mapping[str, Any], tokens: Sequence[str], source: str) -> list[int]:
+    kinds = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise LoadError(f"{source} has {len(kinds)} token types for {len(tokens)} tokens; fetch it again")
+    return list(kinds)
+
+
+def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], source: str) -> Tokenizer:
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        raise LoadError(f"{source} puts a space in front of every text (add_space_prefix), which is not implemented")
+    scores = fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise LoadError(f"{source} has no score for each of its {len(tokens)} tokens; fetch or convert it again")
+    normal = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == _NORMAL}
+    # Who merges first is a matter of the merged token's score alone; where it can be cut in several ways, any will do.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(normal, key=normal.__getitem__, reverse=True)
+        for cut in range(1, len(token))
+        if token[:cut] in normal and token[cut:] in normal
+    ]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = _token(fields, tokens, "unknown")
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, source: str) -> Tokenizer:
+    if pre not in _PRE_TOKENIZERS:
+        raise LoadError(f"{source} has the pre-tokenizer {pre!r}, expected one of {', '.join(_PRE_TOKENIZERS)}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     broken = next((pair for pair in pairs if not all(pair) or " " in pair[1]), None)
     if broken is not None:
@@ -97,10 +136,7 @@ def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, source: 
     return tokenizer
 
 
-def _added_tokens(fields: Mapping[str, Any], tokens: Sequence[str], source: str) -> list[AddedToken]:
-    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise LoadError(f"{source} has {len(kinds)} token types for {len(tokens)} tokens; fetch it again")
+def _added_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> list[AddedToken]:
     return [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)

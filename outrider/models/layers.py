@@ -1,4 +1,4 @@
-"""The small layers between matrix products: RMS norm with the residual add, gated SiLU, rotary tables.
+"""The small layers between matrix products: RMS norm with the residual add, gated activations, rotary tables.
 
 Each has a plain PyTorch reference beside the C kernel; both round to the model's type in the same places. Legend:
 T rows, D hidden width. Widths are multiples of 16 where kernels run.
@@ -7,6 +7,7 @@ T rows, D hidden width. Widths are multiples of 16 where kernels run.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,10 +30,13 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last axis, computed in float32. Source: Zhang and Sennrich, arXiv:1910.07467."""
+    """x / rms(x) * weight over the last axis, computed in float32. Source: Zhang and Sennrich, arXiv:1910.07467.
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight.float().contiguous(), eps
+    `offset` is added to the weights that were given: some files store what they differ from 1.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, offset: float = 0.0) -> None:
+        self.weight, self.eps = weight.float().add(offset).contiguous(), eps
         lib = kernels_for(weight) if weight.shape[0] % _LANES == 0 else None
         self._kernel = None if lib is None else kernel(lib, "add_rms_norm", weight)
         self._weight_at = self.weight.data_ptr()
@@ -58,12 +62,21 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 D], gate first -> [T, D]."""
+    return _gated("silu_mul", reference_silu_mul, gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [T, 2 D], gate first -> [T, D]; GELU in its tanh form, arXiv:1606.08415."""
+    return _gated("gelu_mul", reference_gelu_mul, gate_up)
+
+
+def _gated(name: str, reference: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     lib = kernels_for(gate_up) if width % _LANES == 0 else None
     if lib is None:
-        return reference_silu_mul(gate_up)
+        return reference(gate_up)
     out = torch.empty(rows, width, dtype=gate_up.dtype)
-    kernel(lib, "silu_mul", gate_up)(gate_up.data_ptr(), rows, width, out.data_ptr())
+    kernel(lib, name, gate_up)(gate_up.data_ptr(), rows, width, out.data_ptr())
     return out
 
 
@@ -71,6 +84,12 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     """Gated SiLU in plain PyTorch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def reference_gelu_mul(gate_up: Tensor) -> Tensor:
+    """Gated GELU in plain PyTorch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def rope_tables(head_dim: int, max_len: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
@@ -88,6 +107,9 @@ def rope_tables(head_dim: int, max_len: int, theta: float, scaling: RopeScaling 
 def _scaled(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "linear":
         return inverse / scaling.factor
+    if scaling.kind == "proportional":
+        turning = torch.arange(len(inverse)) < int(scaling.rotated * len(inverse))
+        return inverse * turning / scaling.factor
     # llama3: long wavelengths are stretched by the factor, short ones kept, a smooth ramp between.
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse

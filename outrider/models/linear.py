@@ -48,6 +48,14 @@ class Linear:
         self._weight_at = self.weight.data_ptr()
         self._bias_at = None if self.bias is None else self.bias.data_ptr()
 
+    def rows(self) -> Tensor:
+        """The weights as they were given, [N, K]; a copy where they are packed."""
+        if self._kernel is None:
+            return self.weight
+        pair = 2 if self.dtype == torch.bfloat16 else 1
+        panels = self.weight.view(-1, self.in_features // pair, _PANEL, pair)
+        return panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
     def __call__(self, x: Tensor, *, wide: bool = False) -> Tensor:
         """x [T, K] contiguous -> [T, N] in the weights' type, or unrounded float32 if `wide`."""
         if self._kernel is None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.errors import LoadError
-from outrider.models.arch import ModelConfig, expected_shapes, read_json
+from outrider.models.arch import ModelConfig, expected_shapes, parse_config, read_json
+from outrider.models.gemma_config import GEMMA_FAMILIES, GemmaConfig, gemma_shapes, parse_gemma
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMED = 3
@@ -36,13 +38,13 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
     raise LoadError(f"{folder} has neither {_SINGLE} nor {_INDEX}{also}")
 
 
-def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, source: str) -> list[str]:
+def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig | GemmaConfig, *, source: str) -> list[str]:
     """Hold the tensors against the config; gives the names that the config has no use for.
 
     Raises LoadError naming `source` and the first tensors that are missing, of another shape, not floating point, or
     hold a value that is not finite. Cost: one pass over the expected tensors.
     """
-    shapes = expected_shapes(config)
+    shapes = tensor_shapes(config)
     if missing := [name for name in shapes if name not in tensors]:
         raise LoadError(
             f"{source} lacks {len(missing)} tensors that a {config.model_type} of {config.num_layers} layers has"
@@ -53,6 +55,17 @@ def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, source:
     # Some exporters write the tied output matrix a second time; it is the embedding and not left over.
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return sorted(tensors.keys() - shapes.keys() - tied)
+
+
+def parse_any(raw: Mapping[str, Any], generation: Mapping[str, Any], *, source: str) -> ModelConfig | GemmaConfig:
+    """The config of a family that has code here, from its two files' contents. Raises LoadError."""
+    parse = parse_gemma if raw.get("model_type") in GEMMA_FAMILIES else parse_config
+    return parse(raw, generation, source=source)
+
+
+def tensor_shapes(config: ModelConfig | GemmaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this config must hold."""
+    return gemma_shapes(config) if isinstance(config, GemmaConfig) else expected_shapes(config)
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from outrider.models.recurrent import StateCache
 from outrider.models.target import Target
 
 
@@ -22,11 +23,18 @@ class TargetMemory:
         self._like, self._num_slots = model.embedding, num_slots
 
     def keep_taps(self, layers: Sequence[int]) -> None:
-        """From now on keep these taps, in ascending order."""
-        shape = (self._num_slots, self._like.shape[1])
-        self.taps = {layer: self._like.new_empty(shape) for layer in sorted(layers)}
+        """From now on keep these taps, in ascending order; those that are kept already stay as they are."""
+        if sorted(layers) != list(self.taps):
+            shape = (self._num_slots, self._like.shape[1])
+            self.taps = {layer: self._like.new_empty(shape) for layer in sorted(layers)}
 
     def record(self, slots: Tensor, taps: Sequence[Tensor]) -> None:
         """Store a forward's taps ([T, D] each, in ascending order of layers) in its rows' slots [T]."""
         for kept, tap in zip(self.taps.values(), taps, strict=True):
             kept[slots] = tap
+
+    def forget(self, block: int) -> None:
+        """Drop the recurrent states of the request that began in a block which is free now."""
+        for layer in self.cache:
+            if isinstance(layer, StateCache):
+                layer.forget(block)

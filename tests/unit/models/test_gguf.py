@@ -96,7 +96,7 @@ def test_rope_scaling_is_kept(write_gguf: Writer, tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "architecture 'mamba', expected one of llama, qwen2, qwen3"),
         ({"fields": {"llama.expert_count": 8}}, r"llama\.expert_count to 8"),
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, "'yarn'"),
-        ({"vocabulary": "llama"}, "kind 'llama', expected gpt2"),
+        ({"vocabulary": "bert"}, "kind 'bert', expected gpt2"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken', expected one of smollm, gpt-2"),
         ({"change": lambda tensors: tensors.pop("blk.1.ffn_up.weight")}, "lacks 1 tensors"),
         ({"change": lambda tensors: tensors.update(odd=np.ones(32, np.float32))}, "holds odd"),

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from outrider.models import attention, layers, linear
 from outrider.models.attention import GROUP, Batch, Heads, LayerCache, attend, fits_kernels, rope_store
-from outrider.models.layers import RMSNorm, reference_rms_norm, reference_silu_mul, rope_tables, silu_mul, take_rows
+from outrider.models.layers import (
+    RMSNorm,
+    gelu_mul,
+    reference_gelu_mul,
+    reference_rms_norm,
+    reference_silu_mul,
+    rope_tables,
+    silu_mul,
+    take_rows,
+)
 from outrider.models.linear import Linear, reference_linear
 from outrider.native import library, set_threads
 
@@ -115,17 +124,24 @@ def test_a_width_that_is_no_multiple_takes_the_reference(dtype: torch.dtype) -> 
     assert torch.equal(silu_mul(gate_up), reference_silu_mul(gate_up))
 
 
+GATED = {"silu": (silu_mul, reference_silu_mul), "gelu": (gelu_mul, reference_gelu_mul)}
+
+
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("width", [16, 96, 1536])
-def test_gated_silu_is_its_reference(width: int, dtype: torch.dtype) -> None:
+def test_gated_activations_are_their_references(name: str, width: int, dtype: torch.dtype) -> None:
+    fast, plain = GATED[name]
     for rows in (1, 2, 7, 40):
         gate_up = random(rows, 2 * width, dtype=dtype, scale=4.0)
-        assert_near(silu_mul(gate_up), reference_silu_mul(gate_up))
+        assert_near(fast(gate_up), plain(gate_up))
 
 
-def test_gated_silu_at_its_extremes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_at_their_extremes(name: str, dtype: torch.dtype) -> None:
+    fast, plain = GATED[name]
     gates = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 20, -20, 88, -88, 100, -100, 1e4, -1e4, 3e38, -3e38, 1, -1])
     gate_up = torch.cat([gates, torch.ones(16)]).to(dtype)[None]
-    got, wanted = silu_mul(gate_up), reference_silu_mul(gate_up)
+    got, wanted = fast(gate_up), plain(gate_up)
     assert torch.isfinite(got).all()
     assert torch.allclose(got.float(), wanted.float(), rtol=2 * torch.finfo(dtype).eps * 8, atol=1e-30)
 
@@ -133,6 +149,7 @@ def test_gated_silu_at_its_extremes(dtype: torch.dtype) -> None:
 ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: RMSNorm(torch.ones(x.shape[1], dtype=x.dtype), 1e-5)(x.clone()),
     "silu": silu_mul,
+    "gelu": gelu_mul,
 }
 
 
@@ -200,7 +217,8 @@ def make_heads(num_heads: int, num_kv_heads: int, head_dim: int, norms: bool = F
     return Heads(num_heads, num_kv_heads, head_dim, cosine, sine, head_dim**-0.5, weights[0], weights[1])
 
 
-SHAPES = [(1, 1, 32), (2, 1, 32), (3, 1, 64), (9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (7, 1, 32), (2, 1, 256)]
+SHAPES = [(1, 1, 32), (2, 1, 32), (3, 1, 64), (9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (7, 1, 32), (4, 1, 256)]
+SHAPES += [(4, 1, 512)]
 
 
 @pytest.mark.parametrize("norms", [False, True])

