@@ -2,7 +2,7 @@
 
 Taps of three target layers (or as many as the checkpoint says) are fused into one state a row. The layer reads it
 beside the embedding of the row's next token; from the second draft on, its own output stands in for the target's state.
-The loop is `drafting/autoregressive.py`; here are the formats' settings, read and written, the network and its loading.
+The loop is `drafting/autoregressive.py`; here are the network, its loading, and the formats, written.
 The layer's attention is a Llama's, a Qwen3's, or DeepSeek's latent one (drafting/latent.py). Not here: heads that draft
 in parallel (P-EAGLE). Sources: Li et al., "EAGLE-3", arXiv:2503.01840; vLLM 0.32 `llama_eagle3.py`, `qwen3_eagle3.py`,
 `deepseek_eagle3.py`, `configs/speculators/algos.py`; DeepSpec `modeling/eagle3`. Legend: T rows, R last rows, D draft
@@ -12,7 +12,7 @@ width, Dt target width, K taps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafting.autoregressive import AutoregressiveLoop, first_seen, keep_rows
 from outrider.drafting.base import DraftContext, TargetInfo
 from outrider.drafting.checkpoint import Checkpoint, MadeFor, check_tensors, placed, read_checkpoint
-from outrider.drafting.config_keys import ConfigKeys, layer_config, sliding_layers
+from outrider.drafting.eagle3_config import FIRST, NESTED, OLD_FIRST, Eagle3Config, first_of, renamed
 from outrider.drafting.export import (
     Ends,
     ExportTarget,
@@ -33,151 +33,18 @@ from outrider.drafting.export import (
     require,
     values,
 )
-from outrider.drafting.latent import LatentAttention, LatentShape
+from outrider.drafting.latent import LatentAttention
 from outrider.drafting.speculators import speculators_keys
 from outrider.drafting.vocabulary import EMBEDDING, HEAD, DraftVocabulary, draft_vocabulary, end_shapes
 from outrider.errors import DrafterMismatch
-from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.attention import Batch, Heads, LayerCache, attend, rope_store
 from outrider.models.layers import RMSNorm, rope_tables, silu_mul, take_rows
 from outrider.models.linear import Linear, fused_linear
 from outrider.types import Proposal
 
-_NESTED = "eagle_config"
-_FIRST, _OLD_FIRST = "layers.0.", "midlayer."
-# The classes that files are written for, and whose layers they have; a name without Eagle3 means the one with it.
-_LLAMA = ("Llama", "MiniMaxM2", "Qwen2_5vl", "Qwen3vl")
-_FAMILY_OF = {f"Eagle3{name}ForCausalLM": "llama" for name in _LLAMA}
-_FAMILY_OF |= {"Eagle3Qwen3ForCausalLM": "qwen3", "LlamaForCausalLMEagle3": "llama", "Qwen3Eagle3Model": "qwen3"}
-_LATENT = "deepseek"
-_FAMILY_OF |= {"Eagle3DeepseekV2ForCausalLM": _LATENT, "Eagle3DeepseekV3ForCausalLM": _LATENT}
-# Where the tapped layers are listed: table, key, and what turns an entry into a number of layers that have run.
-_TAP_KEYS = (
-    (None, "eagle_aux_hidden_state_layer_ids", 0),
-    (None, "target_layer_ids", 1),
-    (_NESTED, "layer_ids", 0),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """What an EAGLE-3 checkpoint's config says. `taps` count target layers that have run; `windows` has one a layer.
-
-    `norm_before_residual`: the first layer's residual starts from the normed state. `norm_before_fc`: one norm over all
-    taps; `fc_norm`: one for each of them. `norm_output`: the next draft's row reads the normed output. `fuses_taps`
-    False: the state is the target's last one, normed, and nothing is fused. `logit_scale` multiplies the logits.
-    `latent`: the layers' attention, where it is not `model`'s.
-    """
-
-    model: ModelConfig
-    taps: tuple[int, ...]
-    windows: tuple[int | None, ...]
-    draft_vocab_size: int
-    target_hidden_size: int
-    num_target_layers: int
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    fuses_taps: bool = True
-    logit_scale: float = 1.0
-    latent: LatentShape | None = None
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], *, source: str, num_target_layers: int) -> Eagle3Config:
-        """From config.json, flat or in the Speculators format. Raises LoadError naming the key."""
-        keys = ConfigKeys(raw, source, _NESTED)
-        family, layers, latent = _family(keys), keys, None
-        if family == _LATENT:
-            family, layers, latent = "llama", replace(keys, raw=_without_latent(raw)), LatentShape.read(keys)
-        # The published implementations have no bias on the attention's output, whatever attention_bias says.
-        model = replace(layer_config(layers, family, ("llama", "qwen3")), output_bias=False)
-        fuses = keys.flag("use_aux_hidden_state", True)
-        slides = sliding_layers(keys, model.num_layers)
-        window = keys.count("sliding_window") if any(slides) else None
-        return cls(
-            model=model,
-            taps=_taps(keys, num_target_layers) if fuses else (num_target_layers,),
-            windows=tuple(window if slide else None for slide in slides),
-            draft_vocab_size=keys.count("draft_vocab_size", model.vocab_size),
-            target_hidden_size=keys.count("target_hidden_size", model.hidden_size),
-            num_target_layers=keys.count("num_target_layers", num_target_layers),
-            norm_before_residual=keys.flag("norm_before_residual", keys.is_speculators),
-            norm_before_fc=keys.flag("norm_before_fc", False),
-            fc_norm=keys.flag("fc_norm", False),
-            norm_output=keys.flag("norm_output", False),
-            fuses_taps=fuses,
-            logit_scale=keys.number("logit_scale", 1.0),
-            latent=latent,
-        )
-
-    def shapes(self, first: str = _FIRST) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that the network must have; `first` is the prefix of its first layer."""
-        width, fused = self.model.hidden_size, len(self.taps) * self.target_hidden_size
-        layers = {name.removeprefix("model."): shape for name, shape in expected_shapes(self.model).items()}
-        shapes = {name: shape for name, shape in layers.items() if name.startswith("layers.")}
-        if self.latent is not None:
-            shapes = {name: shape for name, shape in shapes.items() if ".self_attn." not in name}
-            for index in range(self.model.num_layers):
-                shapes |= self.latent.shapes(f"layers.{index}.self_attn.", width if index else 2 * width, width)
-        for name in ("q", "k", "v") if self.latent is None else ():
-            key = f"{_FIRST}self_attn.{name}_proj.weight"
-            shapes[key] = (shapes[key][0], 2 * width)
-        shapes[_FIRST + "hidden_norm.weight"] = (width,)
-        shapes = {_renamed(name, _FIRST, first): shape for name, shape in shapes.items()}
-        shapes["norm.weight"] = (width,)
-        if self.fuses_taps:
-            shapes["fc.weight"] = (width, fused)
-            if self.norm_before_fc:
-                shapes["input_norm.weight"] = (fused,)
-            if self.fc_norm:
-                shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(len(self.taps))}
-        return shapes
-
-
-def _without_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the layers around a latent attention, which has its own rotation and as many keys as queries."""
-    plain = {key: value for key, value in raw.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
-    return plain | {"num_key_value_heads": raw.get("num_attention_heads"), "head_dim": 2}
-
-
-def _first_of(checkpoint: Checkpoint) -> str:
-    return _OLD_FIRST if any(name.startswith(_OLD_FIRST) for name in checkpoint.tensors) else _FIRST
-
-
-def _renamed(name: str, prefix: str, other: str) -> str:
-    return other + name.removeprefix(prefix) if name.startswith(prefix) else name
-
-
-def _family(keys: ConfigKeys) -> object:
-    """Whose layers the draft network has: as its class says, where it says one, else as its layers' model_type."""
-    keys.expect_kind("eagle3")
-    if keys.is_speculators or not keys.architectures:
-        return keys.layer_keys.get("model_type", "llama")
-    name = keys.architectures[0]
-    known = name if "Eagle3" in name else f"Eagle3{name}"
-    if known not in _FAMILY_OF:
-        raise keys.error(f"architectures names {name}, expected one of {', '.join(_FAMILY_OF)}")
-    return _FAMILY_OF[known]
-
-
-def _taps(keys: ConfigKeys, num_target_layers: int) -> tuple[int, ...]:
-    """The tapped layers, ascending; vLLM's choice for a file that names none."""
-    for table, key, offset in _TAP_KEYS:
-        holder = keys.raw if table is None else keys.raw.get(table)
-        ids = holder.get(key) if isinstance(holder, Mapping) else None
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry + offset >= 0 for entry in ids):
-            raise keys.error(f"{key} is {ids!r}, expected a list of layer numbers from {-offset}")
-        return tuple(sorted({entry + offset for entry in ids}))
-    return tuple(sorted({2, num_target_layers // 2, max(0, num_target_layers - 3)}))
-
 
 class Eagle3Drafter:
     """Drafts token by token from the target's taps; `model` in the configuration names the checkpoint."""
-
-    needs_target_kv = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:
@@ -227,9 +94,9 @@ def _checked(checkpoint: Checkpoint, config: Eagle3Config, target: TargetInfo) -
             f"has fc.weight of shape {list(fusion.shape)}, expected {list(config.shapes()['fc.weight'])}"
             f" for target layers {layers} of width {theirs.hidden_size}"
         )
-    first = _first_of(checkpoint)
+    first = first_of(checkpoint)
     check_tensors(checkpoint, config.shapes(first), end_shapes(theirs.vocab_size, config.draft_vocab_size, width))
-    return {_renamed(name, first, _FIRST): t for name, t in placed(checkpoint, target.model.embedding).items()}
+    return {renamed(name, first, FIRST): t for name, t in placed(checkpoint, target.model.embedding).items()}
 
 
 class Eagle3Exporter:
@@ -263,7 +130,7 @@ class Eagle3Exporter:
         layers = self._layers | self._num_taps
         table = speculators_keys("eagle3", "Eagle3Speculator", layers, self._target, num_speculative_tokens)
         table |= {"eagle_aux_hidden_state_layer_ids": list(config.taps), "num_target_layers": config.num_target_layers}
-        return self._written(table | self._sizes | self._norms, _FIRST, (HEAD,))
+        return self._written(table | self._sizes | self._norms, FIRST, (HEAD,))
 
     def _eagle(self, _: int) -> Written:
         config = self._config
@@ -276,7 +143,7 @@ class Eagle3Exporter:
         taps = {"eagle_aux_hidden_state_layer_ids": list(config.taps)} if config.fuses_taps else {}
         table = {"architectures": ["LlamaForCausalLMEagle3"]} | self._layers | self._sizes | self._norms
         own = {"use_aux_hidden_state": config.fuses_taps, "norm_before_fc": config.norm_before_fc} | taps
-        return self._written(table | taps | self._num_taps | {_NESTED: own}, _OLD_FIRST, (HEAD,))
+        return self._written(table | taps | self._num_taps | {NESTED: own}, OLD_FIRST, (HEAD,))
 
     def _deepspec(self, _: int) -> Written:
         config, model = self._config, self._config.model
@@ -296,12 +163,12 @@ class Eagle3Exporter:
         # Numbered by the layer whose output it is; -1 is the embedding's.
         taps = {"target_layer_ids": [tap - 1 for tap in config.taps], "num_target_layers": config.num_target_layers}
         table = {"architectures": ["Qwen3Eagle3Model"]} | self._layers | {"layer_types": ["full_attention"]}
-        return self._written(table | taps, _FIRST, (EMBEDDING, HEAD))
+        return self._written(table | taps, FIRST, (EMBEDDING, HEAD))
 
     def _written(self, table: dict[str, Any], first: str, fill: Sequence[str]) -> Written:
         """With the network's tensors, its first layer under that prefix, and the ends."""
         config, tensors = self._config, self._checkpoint.tensors
-        pairs = zip(config.shapes(first), config.shapes(_first_of(self._checkpoint)), strict=True)
+        pairs = zip(config.shapes(first), config.shapes(first_of(self._checkpoint)), strict=True)
         ends = Ends.of(self._checkpoint, self._target, config.draft_vocab_size)
         return Written(table, {name: tensors[old] for name, old in pairs} | ends.tensors(self._target, fill))
 
@@ -323,8 +190,8 @@ class _Network:
         self._layers = [_Layer(config, tensors, index, rope) for index in range(model.num_layers)]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, model.num_layers)]
         self._norms = [RMSNorm(tensors[name], eps) for name in later]
-        self._embedding_norm = RMSNorm(tensors[_FIRST + "input_layernorm.weight"], eps)
-        self._hidden_norm = RMSNorm(tensors[_FIRST + "hidden_norm.weight"], eps)
+        self._embedding_norm = RMSNorm(tensors[FIRST + "input_layernorm.weight"], eps)
+        self._hidden_norm = RMSNorm(tensors[FIRST + "hidden_norm.weight"], eps)
         self._norm = RMSNorm(tensors["norm.weight"], eps)
         self._target_norm = target.model.norm
         self._fc = Linear(tensors["fc.weight"]) if config.fuses_taps else None

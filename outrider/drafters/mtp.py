@@ -1,15 +1,13 @@
 """Native multi-token prediction: a module of the target's own checkpoint drafts one token after the other.
 
 One decoder layer of the target's kind reads the target's last state beside the embedding of the row's next token; from
-the second draft on, its own normed output stands in for that state. Embedding and output matrix are the target's; of
-the matrix a module may bring its own, for a part of the vocabulary (`mtp.lm_head.weight`, `mtp.d2t`; an extension). The
-two published layouts differ in names, in the order of the two halves, in whether the target's final norm comes first,
-and in what the text's first row reads. Of several modules the first drafts every token.
+the second draft on, the module's own state stands in for that one. Embedding and output matrix are the target's; of
+the matrix a module may bring its own, for a part of the vocabulary (`mtp.lm_head.weight`, `mtp.d2t`; an extension). In
+what published layouts differ is in `drafting/mtp_layouts.py`.
 
-Not here: the loop (`drafting/autoregressive.py`), modules whose layer the target's forward does not have (experts,
-linear or latent attention), and Gemma 4's, which has no cache of its own. Norms are the target's: a weight is not one
-less than it says, as Qwen3.5's own are. Sources: Gloeckle et al., arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437; vLLM
-0.32 `mimo_mtp.py`, `qwen3_5_mtp.py`, `config/speculative.py`. Legend: T rows, R last rows, D width.
+Not here: the loops (`drafting/autoregressive.py`; of several modules, `drafting/modules.py`), and Gemma 4's module,
+which has no cache of its own. Sources: Gloeckle et al., arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437; vLLM 0.32
+`mimo_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`, `config/speculative.py`. Legend: T rows, R last rows, D width.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,101 +34,53 @@ from outrider.drafting.checkpoint import (
     read_checkpoint,
 )
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.modules import ModuleLoop
+from outrider.drafting.mtp_layouts import Layout, layout_of
 from outrider.drafting.vocabulary import HEAD, OFFSETS, UNREAD, draft_vocabulary, end_shapes
 from outrider.errors import ConfigError
-from outrider.models.arch import ModelConfig, expected_shapes, parse_config
+from outrider.models.arch import FAMILIES, ModelConfig, TargetConfig, expected_shapes, parse_config
 from outrider.models.attention import Batch, LayerCache
+from outrider.models.hf import HfModel
+from outrider.models.hf_loading import read_hf, target_config
 from outrider.models.layers import RMSNorm, rope_tables, take_rows
 from outrider.models.linear import Linear
 from outrider.models.llama import DecoderLayer
 from outrider.types import Proposal
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 _LAYER = "model.layers.0."
 _ENDS = {f"mtp.{name}": name for name in (HEAD, OFFSETS, UNREAD)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """A published layout. `layer` and `own`: prefixes of a module's decoder layer and of its four tensors, by number.
-
-    `state_first`: which half `fusion` reads first; `after_norm`: the target's state is the one after its final norm;
-    `blind_start`: the row at position 0 reads no embedding.
-    """
-
-    layer: str
-    own: str
-    token_norm: str
-    state_norm: str
-    fusion: str
-    norm: str
-    state_first: bool
-    after_norm: bool
-    blind_start: bool
-
-    def name(self, part: str, index: int = 0) -> str:
-        """A tensor's full name."""
-        return f"{self.own.format(index)}{part}.weight"
-
-
-_MIMO = _Layout(
-    layer="mtp_layers.{}.",
-    own="mtp_layers.{}.",
-    token_norm="token_layernorm",
-    state_norm="hidden_layernorm",
-    fusion="input_proj",
-    norm="final_layernorm",
-    state_first=True,
-    after_norm=False,
-    blind_start=True,
-)
-_QWEN = _Layout(
-    layer="mtp.layers.{}.",
-    own="mtp.",
-    token_norm="pre_fc_norm_embedding",
-    state_norm="pre_fc_norm_hidden",
-    fusion="fc",
-    norm="norm",
-    state_first=False,
-    after_norm=True,
-    blind_start=False,
-)
 
 
 @dataclass(frozen=True)
 class MtpConfig:
     """What a folder says of its module. `model`: the target that it belongs to, whose layer is the module's too."""
 
-    model: ModelConfig
-    layout: _Layout
+    model: TargetConfig
+    layout: Layout
     num_modules: int
     draft_vocab_size: int
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> MtpConfig:
         """From config.json, which is the target's, and the names of the tensors. Raises LoadError naming the key."""
-        keys = ConfigKeys(checkpoint.config, checkpoint.source, "")
+        keys = ConfigKeys(checkpoint.config, checkpoint.source, "text_config")
         if keys.is_speculators or "speculators_model_type" in keys.raw:
             raise keys.error("a module in the Speculators format has to be put into its target's checkpoint first")
-        if (family := keys.raw.get("model_type")) not in _FAMILIES:
-            raise keys.error(f"model_type is {family!r}, expected one of {', '.join(_FAMILIES)}")
-        model = parse_config(keys.raw, {}, source=str(Path(checkpoint.source) / "config.json"))
-        layout = _MIMO if any(name.startswith("mtp_layers.") for name in checkpoint.tensors) else _QWEN
+        model = _target_of(keys)
+        layout = layout_of(checkpoint.tensors, model.model_type, model.num_layers)
         stated = [key for key in MODULE_KEYS if keys.get(key) is not None]
         num_modules = keys.count(stated[0]) if stated else 1
         return cls(model, layout, num_modules, keys.count("draft_vocab_size", model.vocab_size))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that the modules must have."""
-        layout, width = self.layout, self.model.hidden_size
-        names = expected_shapes(self.model)
-        layer = {name.removeprefix(_LAYER): shape for name, shape in names.items() if name.startswith(_LAYER)}
-        shapes: dict[str, tuple[int, ...]] = {}
+        """Name and shape of every tensor that the modules must have; of their layers only where they are our own."""
+        layout, shapes = self.layout, dict[str, tuple[int, ...]]()
         for index in range(self.num_modules):
-            shapes |= {layout.layer.format(index) + name: shape for name, shape in layer.items()}
-            shapes[layout.name(layout.fusion, index)] = (width, 2 * width)
-            norms = (layout.token_norm, layout.state_norm, layout.norm)
-            shapes |= {layout.name(norm, index): (width,) for norm in norms}
+            shapes |= layout.own_shapes(self.model.hidden_size, index)
+            if isinstance(self.model, ModelConfig):
+                names = expected_shapes(self.model).items()
+                prefix = layout.layer_prefix(index)
+                shapes |= {prefix + name.removeprefix(_LAYER): size for name, size in names if name.startswith(_LAYER)}
         return shapes
 
     def end_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -151,8 +102,6 @@ class MtpConfig:
 class MtpDrafter:
     """Drafts token by token from the target's last state; `model` may name a folder with another module for it."""
 
-    needs_target_kv = False
-
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         checkpoint = _module(config.model or module_folder(target.model), target)
         ours = MtpConfig.read(checkpoint)
@@ -161,8 +110,11 @@ class MtpDrafter:
         self.taps: tuple[int, ...] = (theirs.num_layers,)
         made_for = MadeFor(model.vocab_size, model.hidden_size, model.num_layers, self.taps, ours.draft_vocab_size)
         made_for.check(checkpoint, theirs)
-        check_tensors(checkpoint, ours.shapes(), ours.end_shapes())
-        tensors = placed(checkpoint, target.model.embedding)
+        if not isinstance(model, ModelConfig) and not isinstance(target.model, HfModel):
+            raise checkpoint.mismatch(f"is a {model.model_type}'s module, the target a {theirs.model_type}")
+        known = _known_by_name(checkpoint, ours)
+        check_tensors(known, ours.shapes(), ours.end_shapes())
+        tensors = placed(known, target.model.embedding)
         vocabulary = draft_vocabulary(
             tensors,
             target,
@@ -170,8 +122,14 @@ class MtpDrafter:
             draft_vocab_size=ours.draft_vocab_size,
             source=checkpoint.source,
         )
-        network = _Network(ours, tensors, vocabulary.head, target)
-        self._loop = AutoregressiveLoop(network, vocabulary, self.taps, target)
+        parts = _Parts(ours, tensors, vocabulary.head, target, checkpoint)
+        length = config.num_speculative_tokens
+        networks = [_Network(parts, index) for index in range(min(length, ours.num_modules))]
+        self._loop: AutoregressiveLoop | ModuleLoop
+        if len(networks) == 1:
+            self._loop = AutoregressiveLoop(networks[0], vocabulary, self.taps, target)
+        else:
+            self._loop = ModuleLoop(networks, vocabulary, self.taps, target, length)
 
     def begin(self, slot: int) -> None:
         """Nothing to prepare: what is filled is known by block."""
@@ -195,42 +153,110 @@ def _module(name: str, target: TargetInfo) -> Checkpoint:
     return replace(checkpoint, tensors={_ENDS.get(name, name): tensor for name, tensor in tensors.items()})
 
 
-class _Network:
-    """The first module's weights, and its forward under the loop's layout."""
+def _target_of(keys: ConfigKeys) -> TargetConfig:
+    """The target that config.json is of, run by code of our own or by transformers. Raises LoadError."""
+    source = str(Path(keys.source) / "config.json")
+    if keys.raw.get("model_type") in FAMILIES:
+        return parse_config(keys.raw, {}, source=source)
+    return target_config(read_hf(keys.raw, source), keys.raw, {}, source)
 
-    def __init__(self, config: MtpConfig, tensors: Mapping[str, Tensor], head: Linear, target: TargetInfo) -> None:
-        model, layout = config.model, config.layout
-        self._model, self._layout = model, layout
-        self._embedding, self._head = target.model.embedding, head
-        self._target_norm = target.model.norm
-        self._token_norm, self._state_norm, self._norm = (
-            RMSNorm(tensors[layout.name(part)], model.rms_norm_eps)
-            for part in (layout.token_norm, layout.state_norm, layout.norm)
-        )
-        self._fusion = Linear(tensors[layout.name(layout.fusion)])
+
+def _known_by_name(checkpoint: Checkpoint, config: MtpConfig) -> Checkpoint:
+    """The tensors without those of a layer that transformers runs: it looks after them itself."""
+    if isinstance(config.model, ModelConfig):
+        return checkpoint
+    layout, known, tensors = config.layout, config.shapes(), dict(checkpoint.tensors)
+    for index in range(config.num_modules):
+        prefix, ends = layout.layer_prefix(index), layout.ends(index)
+        tensors = {n: t for n, t in tensors.items() if n in known or not (n.startswith(prefix) or n in ends)}
+    return replace(checkpoint, tensors=tensors)
+
+
+class _Layer(Protocol):
+    """A module's decoder layer."""
+
+    def new_cache(self, num_slots: int) -> LayerCache:
+        """Empty keys and values for that many slots."""
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """Residual streams [T, D] before the layer -> after it."""
+
+
+class _OwnLayer:
+    """The decoder layer of a target that our own code runs."""
+
+    def __init__(self, model: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, target: TargetInfo) -> None:
         tables = rope_tables(model.head_dim, target.max_len, model.rope_theta, model.rope_scaling)
         rope = (tables[0].to(target.model.device), tables[1].to(target.model.device))
-        self._layer = DecoderLayer(model, tensors, layout.layer.format(0), rope)
+        self._model, self._like = model, target.model.embedding
+        self._layer = DecoderLayer(model, tensors, prefix, rope)
+
+    def new_cache(self, num_slots: int) -> LayerCache:
+        """Empty keys and values for that many slots."""
+        return LayerCache(num_slots, self._model.num_kv_heads, self._model.head_dim, self._like)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """Residual streams [T, D] before the layer -> after it."""
+        return hidden + self._layer(hidden, None, batch, first_seen(batch, self._model.sliding_window), cache)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the modules are made from; `tensors` are on the target's device, without what transformers looks after."""
+
+    config: MtpConfig
+    tensors: Mapping[str, Tensor]
+    head: Linear
+    target: TargetInfo
+    checkpoint: Checkpoint
+
+    def layer(self, index: int) -> _Layer:
+        """A module's decoder layer."""
+        layout, model = self.config.layout, self.config.model
+        if isinstance(model, ModelConfig):
+            return _OwnLayer(model, self.tensors, layout.layer_prefix(index), self.target)
+        assert isinstance(self.target.model, HfModel)
+        tensors = layout.layer_tensors(self.checkpoint.tensors, index)
+        return self.target.model.extra_layer(tensors, self.checkpoint.source)
+
+    def norm(self, name: str, index: int) -> RMSNorm:
+        """One of a module's norms, by the rules of the target's family."""
+        weight = self.tensors[self.config.layout.name(name, index)]
+        if isinstance(self.config.model, ModelConfig):
+            return RMSNorm(weight, self.config.model.rms_norm_eps)
+        assert isinstance(self.target.model, HfModel)
+        return self.target.model.norm_like(weight)
+
+
+class _Network:
+    """A module's weights, and its forward under the loop's layout."""
+
+    def __init__(self, parts: _Parts, index: int) -> None:
+        layout, model = parts.config.layout, parts.target.model
+        self._layout, self._layer = layout, parts.layer(index)
+        self._embedding, self._head, self._target_norm = model.embedding, parts.head, model.norm
+        names = (layout.token_norm, layout.state_norm, layout.norm)
+        self._token_norm, self._state_norm, self._norm = (parts.norm(name, index) for name in names)
+        self._fusion = Linear(parts.tensors[layout.name(layout.fusion, index)])
 
     def new_cache(self, num_slots: int) -> list[LayerCache]:
         """Empty keys and values for that many slots, of the one layer."""
-        return [LayerCache(num_slots, self._model.num_kv_heads, self._model.head_dim, self._embedding)]
+        return [self._layer.new_cache(num_slots)]
 
     def combine(self, taps: Sequence[Tensor]) -> Tensor:
         """The state [T, D] of each row from the target's last tap; never for states of the module's own."""
         return self._target_norm(taps[0]) if self._layout.after_norm else taps[0]
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: Batch, cache: Sequence[LayerCache]) -> tuple[Tensor, Tensor]:
-        """Normed states [R, D] of the batch's `logit_rows`, which are also what the next draft's rows read."""
+        """Normed states [R, D] of the batch's `logit_rows`, and what the next draft's rows read."""
         embedded = take_rows(self._embedding, ids)
         if self._layout.blind_start:
             embedded[batch.positions == 0] = 0
         halves = [self._token_norm(embedded), self._state_norm(hidden)]
-        residual = self._fusion(torch.cat(halves[::-1] if self._layout.state_first else halves, dim=1))
-        delta = self._layer(residual, None, batch, first_seen(batch, self._model.sliding_window), cache[0])
-        rows = batch.logit_rows
-        states = self._norm(take_rows(residual, rows), take_rows(delta, rows))
-        return states, states
+        fused = self._fusion(torch.cat(halves[::-1] if self._layout.state_first else halves, dim=1))
+        after = take_rows(self._layer(fused, batch, cache[0]), batch.logit_rows)
+        states = self._norm(after)
+        return states, states if self._layout.hands_on_normed else after
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, Vd] float32."""

@@ -28,6 +28,7 @@ class MtpTrainee:
     """One layer of the target's own shape over its last state, normed; embedding and output matrix are the target's."""
 
     def __init__(self, config: TrainConfig, teacher: Teacher) -> None:
+        teacher.expect_layers("mtp")
         self._config, self._teacher = config, teacher
         self.taps: tuple[int, ...] = (teacher.config.num_layers,)
         self._model = replace(teacher.config, num_layers=1, sliding_window=None)

@@ -42,6 +42,12 @@ class Meaning:
     blind_start: bool
     window: int | None = None
     theta: float = 10000.0
+    modules: int = 1
+
+    def of(self, number: int) -> Meaning:
+        """The same for another of several modules; what a layout has only once they share."""
+        names = ("layer", "token_norm", "state_norm", "fusion", "norm")
+        return replace(self, **{name: getattr(self, name).replace("layers.0.", f"layers.{number}.") for name in names})
 
 
 MIMO = Meaning(
@@ -155,7 +161,7 @@ def _made(model_type: str, meaning: Meaning, seed: int, *, modules: int = 1, **c
         parts[meaning.fusion] = _random("fusion", (WIDTH, 2 * WIDTH), generator)
         # What all modules share is the first one's.
         module = {name.replace("layers.0.", f"layers.{index}."): tensor for name, tensor in parts.items()} | module
-    return Made(config_of(model_type, **changes), target, module, meaning)
+    return Made(config_of(model_type, **changes), target, module, replace(meaning, modules=modules))
 
 
 VARIANTS: dict[str, Callable[[], Made]] = {

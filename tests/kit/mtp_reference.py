@@ -34,11 +34,14 @@ class MtpReference:
         """Logits [N, V] before each draft, given those before it.
 
         Row p reads the token after it and the target's state at p; rows after P read a draft and what the row before
-        them gave.
+        them gave. Of several modules each makes a draft in turn: it reads one token further than the one before it, and
+        what that one gave at the same row.
         """
         states, _ = self.target(history[:-1])
         if self.meaning.after_norm:
             states = _rms(states, self.weights["model.norm.weight"])
+        if self.meaning.modules > 1:
+            return self._in_turn([*history, *chain], states, len(chain))
         ids, rows = list(history[1:]), []
         for draft in chain:
             normed = self._module(ids, states)
@@ -47,11 +50,18 @@ class MtpReference:
             states = torch.cat([states, normed[-1:]])
         return torch.stack(rows)
 
+    def _in_turn(self, text: Sequence[int], states: Tensor, num_drafts: int) -> Tensor:
+        rows = []
+        for step in range(num_drafts):
+            states = self._module(text[1 + step :][: len(states)], states, step % self.meaning.modules)
+            rows.append(self._head(states[-1]))
+        return torch.stack(rows)
+
     def _head(self, states: Tensor) -> Tensor:
         return states @ self.weights["lm_head.weight"].T
 
-    def _module(self, ids: Sequence[int], states: Tensor) -> Tensor:
-        meaning = self.meaning
+    def _module(self, ids: Sequence[int], states: Tensor, number: int = 0) -> Tensor:
+        meaning = self.meaning.of(number)
         embedded = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
         if meaning.blind_start:
             embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])

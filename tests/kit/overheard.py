@@ -1,8 +1,8 @@
-"""Hears what a drafter with a cache proposes inside the engine, while a script decides what is verified.
+"""Hears what a drafter that reads the target proposes inside the engine, while a script decides what is verified.
 
 So none, some and all drafts are accepted, and every proposal can be held against a recomputation from nothing. Caches
-start out as NaN, and after every step whatever is not there for good, taps and draft layers alike, becomes NaN again: a
-rejected row that is read anywhere shows.
+start out as NaN, and after every step whatever is not there for good, the target's layers, taps and draft layers alike,
+becomes NaN again: a rejected row that is read anywhere shows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.base import DraftContext, Drafter
+from outrider.drafting.filled import FilledRows
+from outrider.drafting.modules import ModuleLoop
 from outrider.engine.engine import Engine
 from outrider.models.attention import Batch, LayerCache
 from outrider.models.llama import LlamaModel
@@ -38,7 +40,7 @@ class Overheard:
 
     def __init__(self, inner: Drafter, script: scripted.Scripted) -> None:
         self.inner, self.script = inner, script
-        self.taps, self.needs_target_kv = inner.taps, inner.needs_target_kv
+        self.taps = inner.taps
         self.rounds: list[Round] = []
 
     def begin(self, slot: int) -> None:
@@ -62,15 +64,27 @@ class Overheard:
 
 
 def spoil_unused(engine: Engine) -> None:
-    """NaN over every row of the taps that is not computed for good, and of the drafter's cache that is not filled."""
+    """NaN over every row of the target that is not computed for good, and of the drafter's cache that is not filled."""
     assert isinstance(engine.drafter, Overheard)
-    loop = engine.drafter.inner._loop  # type: ignore[attr-defined]
+    loop = getattr(engine.drafter.inner, "_loop", None)
     for sequence in engine.scheduler.running:
+        beyond = _slots(sequence.blocks, sequence.num_computed)
         for taps in engine.target.memory.taps.values():
-            taps[_slots(sequence.blocks, sequence.num_computed)] = float("nan")
-        filled = loop._filled.count(sequence.blocks, sequence.num_computed)
-        for layer in loop.cache:
-            _spoil(layer, _slots(sequence.blocks, filled))
+            taps[beyond] = float("nan")
+        for layer in engine.target.memory.cache:
+            if len(layer.values):  # a recurrent layer has no slots
+                _spoil(layer, beyond)
+        for rows, cache in _own_caches(loop):
+            filled = rows.count(sequence.blocks, sequence.num_computed)
+            for layer in cache:
+                _spoil(layer, _slots(sequence.blocks, filled))
+
+
+def _own_caches(loop: Any) -> list[tuple[FilledRows, list[LayerCache]]]:
+    """A drafter's caches with what is filled of each: none, one, or one a draft."""
+    if isinstance(loop, ModuleLoop):
+        return list(zip(loop._filled, loop.caches, strict=True))
+    return [] if loop is None else [(loop._filled, loop.cache)]
 
 
 def _slots(blocks: Sequence[int], first: int) -> Tensor:
@@ -79,20 +93,22 @@ def _slots(blocks: Sequence[int], first: int) -> Tensor:
 
 
 def _spoil(layer: LayerCache, slots: Tensor) -> None:
-    nothing = torch.full((len(slots), *layer.values.shape[1:]), float("nan"))
-    layer.scatter(slots, nothing, nothing)
+    keys, values = layer.gather(slots)
+    layer.scatter(slots, torch.full_like(keys, float("nan")), torch.full_like(values, float("nan")))
 
 
 def overheard(model: LlamaModel, speculative: Mapping[str, Any], script: scripted.Scripted, **settings: Any) -> Engine:
     """An engine over the configured drafter, heard, with a script that decides."""
     engine = tiny.make_engine(model, speculative={"num_speculative_tokens": 6} | dict(speculative), **settings)
     assert engine.drafter is not None
-    for layer in engine.drafter._loop.cache:  # type: ignore[attr-defined]
+    loop = getattr(engine.drafter, "_loop", None)
+    for layer in [layer for _, cache in _own_caches(loop) for layer in cache]:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     for taps in engine.target.memory.taps.values():
         taps.fill_(float("nan"))
-    engine.drafter = Overheard(engine.drafter, script)
+    assert engine.safe_drafter is not None
+    engine.safe_drafter.drafter = Overheard(engine.drafter, script)
     return engine
 
 

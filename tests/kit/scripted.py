@@ -51,7 +51,6 @@ class Scripted:
     """The base: keeps what it was told and what it proposed. Subclasses say one chain at a time."""
 
     taps: tuple[int, ...] = ()
-    needs_target_kv = False
 
     def __init__(self, truth: Truth | None = None, vocab: int = tiny.VOCAB) -> None:
         self.truth, self.vocab = truth, vocab
