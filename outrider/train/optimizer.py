@@ -57,4 +57,5 @@ class Optimizer:
 
 
 def _is_matrix(name: str, parameter: Parameter) -> bool:
-    return parameter.dim() == 2 and ("layers." in name or name == "fc.weight")
+    inside = "layers." in name or name == "fc.weight" or name.endswith("_projection.weight")
+    return parameter.dim() == 2 and inside

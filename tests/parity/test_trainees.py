@@ -76,6 +76,8 @@ def agreement(trainee: Trainee, model: LlamaModel, item: Round, depth: int) -> t
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {method: (method, {}) for method in registry.trainable()} | {
     "dflash, not causal": ("dflash", {"causal": False, "taps": [0, 3, 6], "num_layers": 2}),
     "dspark, one tap": ("dspark", {"taps": [3], "num_layers": 3, "intermediate_size": 32}),
+    "gemma4_mtp, one layer read": ("gemma4_mtp", {"taps": [5], "num_layers": 2, "hidden_size": 32}),
+    "gemma4_mtp, layers of its own": ("gemma4_mtp", {"taps": [0, 2, 4], "num_layers": 3, "intermediate_size": 48}),
     "eagle3, other taps": ("eagle3", {"taps": [0, 2, 4, 6], "intermediate_size": 48}),
 }
 

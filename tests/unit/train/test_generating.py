@@ -14,12 +14,13 @@ import pytest
 
 from outrider.errors import BackendError, CapacityError, ConfigError, LoadError
 from outrider.llm import LLM
+from outrider.text.tokenizer import Tokenizer
 from outrider.train.conversations import Chat, Refused
 from outrider.train.corpus import read_corpus
 from outrider.train.generate import Answer, EngineAnswers, Maker, Prompts, Task, settings_of
 from outrider.train.responses import ResponseFile, settings_path
 from outrider.types import SamplingParams
-from tests.kit.talker import END, VOCAB
+from tests.kit.talker import END, VOCAB, save_talker
 
 PARAMS = SamplingParams(temperature=0.9, max_tokens=12, seed=5)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
@@ -93,6 +94,15 @@ def test_responses_are_the_targets_own_under_the_settings(tmp_path: Path, chat: 
         "old answers are left out"
     )
     assert len({tuple(record["response_ids"]) for record in records.values()}) == len(KEYS)
+
+
+def test_a_target_without_a_chat_template_goes_on_with_the_prompt(tmp_path: Path) -> None:
+    """As it stands, after the begin token if there is one; what would need a template is counted."""
+    bare = Chat(Tokenizer.load(save_talker(tmp_path / "bare", template=None)))
+    answerer = Scripted()
+    maker = make(write(tmp_path, [{"prompt": "one one one"}, TALK]), bare, answerer)
+    assert [task.prompt_ids for task in answerer.tasks] == [tuple(bare.tokenizer.encode("one one one"))]
+    assert [count for reason, count in maker.refused.items() if "no chat template" in reason] == [1]
 
 
 def test_a_later_turn_builds_on_the_targets_own_answer(tmp_path: Path, chat: Chat, llm: LLM) -> None:
