@@ -1,4 +1,4 @@
-"""`outrider export`: a drafter in the format of Speculators, EAGLE, z-lab or DeepSpec; train/export.py does it."""
+"""`outrider export`: a drafter in another format, or inside a copy of its target; train/export.py does it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import MODEL_HELP, verb
+from outrider.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +17,17 @@ class ExportOptions:
     """What `export` takes."""
 
     drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub name, in any published format.")]
-    format: Annotated[str, typer.Option(help="speculators, eagle, z-lab or deepspec; what it cannot hold is refused.")]
     target: Annotated[str, typer.Option(help=MODEL_HELP)]
     output: Annotated[Path, typer.Option(help="Folder to write; it must not hold anything.")]
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16"
+    format: Annotated[
+        str | None, typer.Option(help="speculators, eagle, z-lab or deepspec; what it cannot hold is refused.")
+    ] = None
+    stitch: Annotated[
+        bool, typer.Option("--stitch", help="Put an mtp module into a copy of its target's checkpoint instead.")
+    ] = False
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bfloat16 (if none is given), float16 or float32.")
+    ] = None
 
 
 def register(app: typer.Typer) -> None:
@@ -28,18 +36,30 @@ def register(app: typer.Typer) -> None:
 
 
 def run(options: ExportOptions) -> None:
-    """Write a drafter's checkpoint in another published format; prints the folder."""
+    """Write a drafter's checkpoint in another published format, or inside its target's; prints the folder."""
     from outrider.cli.progress import ProgressBars
     from outrider.models.store import resolve
-    from outrider.train.export import export
+    from outrider.train.export import export, stitch
 
+    _check(options)
     with ProgressBars() as bars:
         resolve(options.target, bars.show)
+        if options.stitch:
+            print(stitch(options.drafter, target=options.target, output=options.output, progress=bars.show))
+            return
     written = export(
         options.drafter,
         target=options.target,
-        format_name=options.format,
+        format_name=options.format or "",
         output=options.output,
-        dtype=options.dtype,
+        dtype=options.dtype or "bfloat16",
     )
     print(written)
+
+
+def _check(options: ExportOptions) -> None:
+    if not options.stitch and options.format is None:
+        raise ConfigError("--format is missing: say which, or --stitch for a module inside its target", param="format")
+    for param, value in (("format", options.format), ("dtype", options.dtype)):
+        if options.stitch and value is not None:
+            raise ConfigError(f"--{param} does not go with --stitch, which copies tensors as they are", param=param)

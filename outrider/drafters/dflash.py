@@ -21,6 +21,7 @@ from outrider.drafting.block_export import BlockExport
 from outrider.drafting.block_loading import load_block
 from outrider.drafting.checkpoint import Checkpoint, read_checkpoint
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.drawing import top_probs, top_probs_of
 from outrider.drafting.export import ExportTarget, Limit, Written
 from outrider.errors import DrafterMismatch
 from outrider.sampling import distributions, draft_group, draw, greedy
@@ -54,8 +55,6 @@ class DFlashConfig:
 class DFlashDrafter:
     """Drafts whole blocks in one pass; `model` in the configuration names the checkpoint."""
 
-    needs_target_kv = False
-
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:
             raise DrafterMismatch('dflash needs a drafter: add "model" to the speculative config', param="model")
@@ -80,11 +79,14 @@ class DFlashDrafter:
         if self._scale != 1:
             logits *= self._scale
         if context.sample_method == "greedy":
-            return Proposal(split_chains(self._vocabulary.to_target(greedy(logits)).tolist(), budgets))
+            chosen = greedy(logits)
+            sure = None if context.pace is None else split_chains(top_probs(logits, chosen).tolist(), budgets)
+            return Proposal(split_chains(self._vocabulary.to_target(chosen).tolist(), budgets), top_probs=sure)
         pairs = zip(context.groups, budgets, strict=True)
         groups = [draft_group(group, 0, budget) for group, budget in pairs if budget]
         drawn_from = distributions(self._vocabulary.widen(logits), groups)
-        return Proposal(split_chains(draw(drawn_from, groups, context.purpose), budgets), drawn_from)
+        sure = None if context.pace is None else split_chains(top_probs_of(drawn_from).tolist(), budgets)
+        return Proposal(split_chains(draw(drawn_from, groups, context.purpose), budgets), drawn_from, top_probs=sure)
 
 
 class DFlashExporter:

@@ -13,6 +13,7 @@ import torch
 
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, TargetInfo
+from outrider.drafting.drawing import top_probs, top_probs_of
 from outrider.drafting.filled import FilledRows
 from outrider.errors import DrafterMismatch
 from outrider.models.attention import Batch
@@ -25,7 +26,6 @@ class DraftModelDrafter:
     """A causal language model as drafter: `model` in the configuration names it."""
 
     taps: tuple[int, ...] = ()
-    needs_target_kv = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:
@@ -58,12 +58,16 @@ class DraftModelDrafter:
         ]
         chains: list[list[int]] = [[] for _ in budgets]
         rows: list[list[Distributions]] = [[] for _ in budgets]
+        sure: list[list[float]] = [[] for _ in budgets]
         for step in range(max(budgets)):
             active = [index for index, budget in enumerate(budgets) if step < budget]
+            if not active:
+                break
             logits = self._forward(context, active, chains)
             groups = [draft_group(context.groups[index], step) for index in active]
             if context.sample_method == "greedy":
-                tokens = greedy(logits).tolist()
+                chosen = greedy(logits)
+                tokens, drawn_from = chosen.tolist(), None
             else:
                 drawn_from = distributions(logits, groups)
                 tokens = draw(drawn_from, groups, context.purpose)
@@ -71,8 +75,15 @@ class DraftModelDrafter:
                     rows[index].append(drawn_from.row(row))
             for index, token in zip(active, tokens, strict=True):
                 chains[index].append(token)
+            if context.pace is not None:
+                noted = top_probs(logits, chosen) if drawn_from is None else top_probs_of(drawn_from)
+                goes_on = context.pace.goes_on(step, np.array(context.slots)[active], noted)
+                for index, value, more in zip(active, noted.tolist(), goes_on.tolist(), strict=True):
+                    sure[index].append(value)
+                    budgets[index] = budgets[index] if more else step + 1
         drawn = [row for part in rows for row in part]
-        return Proposal(tuple(map(tuple, chains)), concatenate(drawn) if drawn else None)
+        said = None if context.pace is None else tuple(map(tuple, sure))
+        return Proposal(tuple(map(tuple, chains)), concatenate(drawn) if drawn else None, top_probs=said)
 
     def _forward(self, context: DraftContext, active: list[int], chains: list[list[int]]) -> torch.Tensor:
         """Logits [len(active), V] after all committed tokens and drafts so far; reads what is not read yet."""

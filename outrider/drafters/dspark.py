@@ -91,8 +91,6 @@ class DSparkConfig:
 class DSparkDrafter:
     """Drafts blocks and corrects them from left to right; `model` in the configuration names the checkpoint."""
 
-    needs_target_kv = False
-
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         if config.model is None:
             raise DrafterMismatch('dspark needs a drafter: add "model" to the speculative config', param="model")
@@ -138,7 +136,10 @@ class DSparkDrafter:
         if self._confidence is not None:
             likely = self._confidence(states, chains.before())[chains.back]
             confidence = split_chains(likely.tolist(), budgets)
-        return Proposal(split_chains(chains.tokens[chains.back].tolist(), budgets), chains.drawn_from(), confidence)
+        sure = None if confidence is not None else chains.top_probs()
+        top_probs = None if sure is None else split_chains(sure, budgets)
+        tokens = split_chains(chains.tokens[chains.back].tolist(), budgets)
+        return Proposal(tokens, chains.drawn_from(), confidence, top_probs)
 
     def _base_logits(self, states: Tensor) -> Tensor:
         """Logits [R, Vd] before the correction; -inf for all but the `dspark_draft_topk` best of a row."""
@@ -229,6 +230,11 @@ class _Chains:
     def before(self) -> Tensor:
         """The token before each draft, [R] target ids: the anchor or an earlier draft."""
         return torch.cat(self._before)
+
+    def top_probs(self) -> list[float] | None:
+        """How sure the drafter was of each draft, request by request; None where nobody asks."""
+        sure = self._drawing.top_probs(self._back)
+        return None if sure is None else sure.tolist()
 
     def drawn_from(self) -> Distributions | None:
         """What the drafts were drawn from, request by request; None if they were not drawn."""

@@ -21,7 +21,6 @@ class NgramDrafter:
     """Drafts by looking up the end of each request's own text in itself."""
 
     taps: tuple[int, ...] = ()
-    needs_target_kv = False
 
     def __init__(self, config: SpeculativeConfig, target: TargetInfo) -> None:
         self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max

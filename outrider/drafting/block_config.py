@@ -16,9 +16,9 @@ from outrider.models.arch import ModelConfig
 
 NESTED = "dflash_config"
 """The table of their own keys in flat files."""
-_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Where the tapped layers are listed, and what turns an entry into a number of layers that have run.
-_TAP_KEYS = (
+TAP_KEYS = (
     ("eagle_aux_hidden_state_layer_ids", 0),
     ("aux_hidden_state_layer_ids", 0),
     ("target_layer_ids", 1),
@@ -96,7 +96,7 @@ def read_block_config(keys: ConfigKeys, *, sample_from_anchor: bool, causal: boo
 
 
 def _taps(keys: ConfigKeys) -> tuple[int, ...]:
-    for key, offset in _TAP_KEYS:
+    for key, offset in TAP_KEYS:
         ids = keys.get(key)
         if ids is None:
             continue
@@ -110,7 +110,7 @@ def _taps(keys: ConfigKeys) -> tuple[int, ...]:
 
 
 def _mask_token(keys: ConfigKeys) -> int:
-    for key in _MASK_KEYS:
+    for key in MASK_KEYS:
         if keys.get(key) is not None:
             return keys.count(key, least=0)
     raise keys.error("mask_token_id is missing, expected the token that fills the block; no other can stand in for it")

@@ -8,7 +8,7 @@ exporters put before every tensor. Sources of the marks: vLLM 0.32 `config/specu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,26 @@ from outrider.drafting.config_keys import ConfigKeys
 from outrider.drafting.vocabulary import OFFSETS, UNREAD
 from outrider.errors import DrafterMismatch
 from outrider.models.arch import TargetConfig, read_json
+from outrider.models.gemma import text_name
 from outrider.models.loading import load_tensors
+from outrider.models.quantisation import refuse_quantised
 from outrider.models.store import resolve
 from outrider.models.target import Target
 
 _SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _PREFIX = "model."
-_INTEGERS = {OFFSETS: torch.int64, UNREAD: torch.bool}
-MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_INTEGERS = {OFFSETS: torch.int64, UNREAD: torch.bool, "masked_embedding.token_ordering": torch.int64}
+MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys that say how many prediction modules a target's checkpoint has; they are the depth it was trained for."""
 _MODULES = ("mtp.", "mtp_layers.")
+# DeepSeek's modules are numbered on from the target's layers; this norm tells them apart.
+_NUMBERED = ".enorm.weight"
+_CORRECTION = "markov_head."
+_GEMMA4_DRAFTER = {"pre_projection.weight", "post_projection.weight"}
+# What a class's name has in it, in lower case, and the method; the first that fits counts.
+_CLASS_MARKS = {"eagle3": "eagle3", "peagle": "eagle3", "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash"}
+_CLASS_MARKS |= {"museglimmerassistant": "dflash"}
+_ELSEWHERE = ("medusa", "mlp_speculator")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -75,24 +85,41 @@ class MadeFor:
 
 
 def read_checkpoint(name: str) -> Checkpoint:
-    """Read a drafter's folder or hub name. Raises LoadError in one line. Cost: tensors are mapped, not copied."""
+    """Read a drafter's folder or hub name. Raises LoadError in one line, also for quantised weights, by their scheme.
+
+    Cost: tensors are mapped, not copied.
+    """
     folder = resolve(name)
     config = read_json(Path(folder) / "config.json")
-    tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in load_tensors(folder).items()}
+    refuse_quantised(Path(folder), config)
+    tensors = {plain_name(name): tensor for name, tensor in load_tensors(folder).items()}
     return Checkpoint(config, tensors, str(folder))
+
+
+def plain_name(name: str) -> str:
+    """A stored tensor's name without what a larger model and `model.` put before it."""
+    return text_name(name).removeprefix(_PREFIX)
+
+
+def module_names(names: Collection[str]) -> set[str]:
+    """Those of some tensors' plain names that are a multi-token prediction module's."""
+    numbered = tuple(name.removesuffix(_NUMBERED) + "." for name in names if name.endswith(_NUMBERED))
+    return {name for name in names if name.startswith(_MODULES) or name.startswith(numbered)}
 
 
 def module_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Those of the tensors that are a multi-token prediction module's; none where there is no such module."""
-    return {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(_MODULES)}
+    names = module_names(checkpoint.tensors)
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if name in names}
 
 
 def module_folder(target: Target) -> str:
     """The target's own folder, which a module came in. Raises DrafterMismatch for a target without one."""
     if target.folder is None or not module_of(read_checkpoint(str(target.folder))):
         raise DrafterMismatch(
-            f"the target {target.folder or 'in memory'} has no multi-token prediction module (tensors mtp.* or"
-            ' model.mtp_layers.*): take a target that ships one, or name a folder that holds one as "model"',
+            f"the target {target.folder or 'in memory'} has no multi-token prediction module (tensors mtp.*,"
+            " model.mtp_layers.* or layers after its last): take a target that ships one, or name a folder that holds"
+            ' one as "model"',
             param="model",
         )
     return str(target.folder)
@@ -143,44 +170,67 @@ def placed(checkpoint: Checkpoint, like: Tensor) -> dict[str, Tensor]:
 
 
 def method_of(checkpoint: Checkpoint) -> str | None:
-    """The drafting method that a checkpoint is for, None where nothing in it says so.
+    """The drafting method that a checkpoint is for, None where nothing in it says so."""
+    return method_by_marks(checkpoint.config, {name: tuple(t.shape) for name, t in checkpoint.tensors.items()})
 
-    What the file says of itself counts first, the shapes of its tensors last; the folder's name never does.
+
+def method_by_marks(config: Mapping[str, Any], shapes: Shapes) -> str | None:
+    """The same from config.json and the shapes of the tensors, by their plain names.
+
+    What the file says of itself counts first (the Speculators format's key, the model's type, its classes), the shapes
+    of its tensors last; a folder's or repository's name never does. May be a method that is not here.
     """
-    config = checkpoint.config
     if "speculators_config" in config or "speculators_model_type" in config:
-        return _SPECULATORS.get(str(config.get("speculators_model_type")))
-    if str(config.get("model_type")).startswith("gemma4") and "assistant" in str(config.get("model_type")):
-        return "gemma4_mtp"
+        kind = config.get("speculators_model_type")
+        return None if kind is None else _SPECULATORS.get(str(kind), str(kind))
+    if (by_type := _method_by_type(str(config.get("model_type")))) is not None:
+        return by_type
     names = config.get("architectures")
     for name in names if isinstance(names, list) else ():
-        if "eagle3" in str(name).lower():
-            return "eagle3"
-        if "DSpark" in str(name):
-            # DeepSpec trains DFlash as a DSpark network without its correction.
-            return "dspark" if _has_correction(checkpoint) else "dflash"
-        if "DFlash" in str(name):
+        found = next((method for mark, method in _CLASS_MARKS.items() if mark in str(name).lower()), None)
+        # DeepSpec trains DFlash as a DSpark network without its correction.
+        if found == "dspark" and not any(_CORRECTION in tensor for tensor in shapes):
             return "dflash"
-    return _method_by_tensors(checkpoint.tensors)
+        if found is not None:
+            return found
+    return _method_by_tensors(shapes)
 
 
-def _has_correction(checkpoint: Checkpoint) -> bool:
-    return any(name.startswith("markov_head.") for name in checkpoint.tensors)
-
-
-def _method_by_tensors(tensors: Mapping[str, Tensor]) -> str | None:
-    if any(name.startswith("markov_head.") for name in tensors):
-        return "dspark"
-    if any(name.startswith(_MODULES) for name in tensors):
+def _method_by_type(model_type: str) -> str | None:
+    if model_type == "gemma4_mtp" or (model_type.startswith("gemma4") and model_type.endswith("assistant")):
+        return "gemma4_mtp"
+    if model_type.endswith("_mtp"):
         return "mtp"
-    fusion, query = tensors.get("fc.weight"), tensors.get("layers.0.self_attn.q_proj.weight")
-    query = tensors.get("midlayer.self_attn.q_proj.weight", query)
-    if fusion is None or query is None:
+    return model_type if model_type in _ELSEWHERE else None
+
+
+def _method_by_tensors(shapes: Shapes) -> str | None:
+    if any(_CORRECTION in name for name in shapes):
+        return "dspark"
+    if shapes.keys() >= _GEMMA4_DRAFTER:
+        return "gemma4_mtp"
+    if module_names(shapes):
+        return "mtp"
+    fusion, query = shapes.get("fc.weight"), shapes.get("layers.0.self_attn.q_proj.weight")
+    query = shapes.get("midlayer.self_attn.q_proj.weight", query)
+    if fusion is None or query is None or len(fusion) != 2 or len(query) != 2:
         return None
     # EAGLE-3's first layer reads embedding and state side by side; a block drafter's reads one width.
-    if query.shape[1] == 2 * fusion.shape[0]:
+    if query[1] == 2 * fusion[0]:
         return "eagle3"
-    return "dflash" if "hidden_norm.weight" in tensors else None
+    return "dflash" if "hidden_norm.weight" in shapes else None
+
+
+def own_method(method: str, model: str | None) -> str:
+    """The method's name here for one that vLLM has: its `<family>_mtp` all mean mtp, and mtp with a Gemma 4 drafter is
+    a method of its own. Raises LoadError where the drafter's config.json cannot be read.
+    """
+    if method.endswith("_mtp") and method != "gemma4_mtp":
+        method = "mtp"
+    if method != "mtp" or model is None:
+        return method
+    config = read_json(Path(resolve(model)) / "config.json")
+    return "gemma4_mtp" if _method_by_type(str(config.get("model_type"))) == "gemma4_mtp" else method
 
 
 def stated_length(config: Mapping[str, Any], source: str) -> int | None:

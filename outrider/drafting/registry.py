@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.config import SpeculativeConfig
+from outrider.config import AUTO, SpeculativeConfig
 from outrider.drafting import zoo
 from outrider.drafting.base import Drafter, TargetInfo
 from outrider.drafting.block_config import NESTED
-from outrider.drafting.checkpoint import MODULE_KEYS, method_of, module_folder, read_checkpoint, stated_length
+from outrider.drafting.checkpoint import (
+    MODULE_KEYS,
+    method_of,
+    module_folder,
+    own_method,
+    read_checkpoint,
+    stated_length,
+)
 from outrider.drafting.config_keys import ConfigKeys
+from outrider.drafting.known_keys import BLOCK, EAGLE, GEMMA4_DRAFTER, MODULE
 from outrider.drafting.profile import read_profile
 from outrider.errors import ConfigError, DrafterMismatch
 from outrider.models.arch import FAMILIES, read_json
 from outrider.models.fingerprint import fingerprint
+from outrider.models.gemma_config import GEMMA_FAMILIES
 from outrider.models.store import resolve as model_folder
 from outrider.models.target import Target
+from outrider.models.unknown_keys import target_keys, warn_of_unknown_keys
 
 if TYPE_CHECKING:
     from outrider.drafting.export import ExporterClass
@@ -37,7 +47,8 @@ class _Method:
     that comes inside the target's own checkpoint.
 
     `length_keys`: keys of the drafter's config.json of which the first that is there is the default for N. `exporter`:
-    module and class of what writes its checkpoints in published formats. `trainee`: of what is trained.
+    module and class of what writes its checkpoints in published formats. `trainee`: of what is trained. `keys`: those
+    of the drafter's config.json that are read or refused; none for a model whose loading names them itself.
     """
 
     drafter: str
@@ -45,25 +56,38 @@ class _Method:
     length_keys: tuple[str, ...] = ()
     exporter: str | None = None
     trainee: str | None = None
+    keys: frozenset[str] = frozenset()
 
 
 _METHODS = {
     "ngram": _Method("outrider.drafters.ngram:NgramDrafter", "none"),
     "draft_model": _Method("outrider.drafters.draft_model:DraftModelDrafter", "any"),
     "mtp": _Method(
-        "outrider.drafters.mtp:MtpDrafter", "inside", MODULE_KEYS, trainee="outrider.trainees.mtp:MtpTrainee"
+        "outrider.drafters.mtp:MtpDrafter",
+        "inside",
+        MODULE_KEYS,
+        trainee="outrider.trainees.mtp:MtpTrainee",
+        keys=MODULE,
+    ),
+    "gemma4_mtp": _Method(
+        "outrider.drafters.gemma4_mtp:Gemma4MtpDrafter",
+        "trained",
+        trainee="outrider.trainees.gemma4_mtp:Gemma4MtpTrainee",
+        keys=GEMMA4_DRAFTER,
     ),
     "eagle3": _Method(
         "outrider.drafters.eagle3:Eagle3Drafter",
         "trained",
         exporter="outrider.drafters.eagle3:Eagle3Exporter",
         trainee="outrider.trainees.eagle3:Eagle3Trainee",
+        keys=EAGLE,
     ),
     "dflash": _Method(
         "outrider.drafters.dflash:DFlashDrafter",
         "trained",
         exporter="outrider.drafters.dflash:DFlashExporter",
         trainee="outrider.trainees.dflash:DFlashTrainee",
+        keys=BLOCK,
     ),
     "dspark": _Method(
         "outrider.drafters.dspark:DSparkDrafter",
@@ -71,6 +95,7 @@ _METHODS = {
         ("block_size", "dspark_block_size"),
         exporter="outrider.drafters.dspark:DSparkExporter",
         trainee="outrider.trainees.dspark:DSparkTrainee",
+        keys=BLOCK,
     ),
 }
 # Settings that are one method's own, which no other may be given.
@@ -82,12 +107,21 @@ def names() -> tuple[str, ...]:
     return tuple(_METHODS)
 
 
+def is_auto(config: SpeculativeConfig) -> bool:
+    """Whether the method is yet to be chosen, which auto.py does."""
+    return config.method == AUTO
+
+
 def check(config: SpeculativeConfig) -> None:
     """Raise ConfigError for what is wrong whatever the target: a method that does not exist (naming the nearest), a
     setting of another method, an N that nobody but the user can say. A method that is not known yet passes.
     """
+    for setting in ("policy", "workload"):
+        if getattr(config, setting):
+            raise ConfigError(f'{setting} is set, but only method "{AUTO}" has it', param=setting)
     if not config.method:
         return
+    config = replace(config, method=own_method(config.method, None))
     if config.method not in _METHODS:
         nearest = difflib.get_close_matches(config.method, names(), n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
@@ -108,6 +142,7 @@ def resolve(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     go with the N that was found.
     """
     check(config)
+    config = _as_ours(config)
     if not config.method:
         if config.model is None:
             raise ConfigError('speculative config: method is missing, e.g. {"method": "ngram"}', param="method")
@@ -127,9 +162,28 @@ def create(config: SpeculativeConfig, target: TargetInfo) -> Drafter:
     DrafterMismatch.
     """
     check(config)
+    config = _as_ours(config)
     assert config.is_complete, "resolve comes first"
     make: Callable[[SpeculativeConfig, TargetInfo], Drafter] = _named(_METHODS[config.method].drafter)
-    return make(config, target)
+    drafter = make(config, target)
+    _name_unknown_keys(config, target.model)
+    return drafter
+
+
+def known_keys(method: str, raw: Mapping[str, Any]) -> frozenset[str]:
+    """The keys of a drafter's config.json that are read or refused; empty where its own loading looks after them."""
+    found = _METHODS.get(method)
+    if found is None or not found.keys:
+        return frozenset()
+    return found.keys | target_keys(raw) if found.model == "inside" else found.keys
+
+
+def length_for(method: str, folder: Path) -> int | None:
+    """The N that a drafter's folder says for a method, None where it does not."""
+    try:
+        return _length_for(SpeculativeConfig(method=method, model=str(folder)))
+    except ConfigError:
+        return None
 
 
 def exporter(method: str | None) -> ExporterClass:
@@ -164,10 +218,24 @@ def _named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _name_unknown_keys(config: SpeculativeConfig, target: Target) -> None:
+    if config.model is None or (folder := model_folder(config.model)) == target.folder:
+        return
+    raw = read_json(folder / "config.json")
+    effect = "drafts may be worse for it, the text stays the target's"
+    warn_of_unknown_keys(raw, known_keys(config.method, raw), source=str(folder), effect=effect)
+
+
+def _as_ours(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The same settings under the name that the method has here."""
+    method = own_method(config.method, config.model)
+    return config if method == config.method else replace(config, method=method)
+
+
 def _method_for(model: str) -> str:
     checkpoint = read_checkpoint(model)
     found = method_of(checkpoint)
-    if found is None and checkpoint.config.get("model_type") in FAMILIES:
+    if found is None and checkpoint.config.get("model_type") in (*FAMILIES, *GEMMA_FAMILIES):
         return "draft_model"
     if found not in _METHODS:
         what = "nothing in it says which" if found is None else f"it is for {found}"
@@ -216,7 +284,8 @@ def _length_for(config: SpeculativeConfig) -> int:
 
 
 def _length_by_keys(method: str, raw: dict[str, Any], folder: Path) -> int:
-    keys = ConfigKeys(raw, str(folder), NESTED)
+    inner = raw.get("text_config")
+    keys = ConfigKeys({**inner, **raw} if isinstance(inner, dict) else raw, str(folder), NESTED)
     for key in _METHODS[method].length_keys:
         if keys.get(key) is not None:
             return keys.count(key)

@@ -39,7 +39,10 @@ class TrainConfig:
     init: Init = _set("layers start from the target's last ones, or at random", "target")
     start_from: str | None = _set("checkpoint to start from: its tensors replace fresh ones of the same name", None)
     draft_vocab_size: int = _set("tokens that can be drafted: the most frequent of the responses", 8192)
-    num_layers: int | None = _set("draft layers; none takes the method's own: 1 for eagle3, 2 for blocks", None)
+    num_layers: int | None = _set(
+        "draft layers; none takes the method's own: 1 for eagle3, 2 for blocks, 4 for gemma4_mtp", None
+    )
+    hidden_size: int = _set("gemma4_mtp: width of the draft layers", 256)
     intermediate_size: int | None = _set("width inside the draft layers' MLP; none takes the target's", None)
     num_kv_heads: int | None = _set("key and value heads of the draft layers; none takes the target's", None)
     taps: tuple[int, ...] | None = _set("target layers to read, as numbers of layers run; none spreads three", None)
@@ -105,6 +108,7 @@ _LEAST = {
     "seed": 0,
     "draft_vocab_size": 2,
     "num_layers": 1,
+    "hidden_size": 2,
     "intermediate_size": 1,
     "num_kv_heads": 1,
     "ttt_steps": 1,

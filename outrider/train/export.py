@@ -1,4 +1,4 @@
-"""A drafter's checkpoint in another published format, as a folder that appears whole or not at all.
+"""A drafter in another published format, or inside its target, as a folder that appears whole or not at all.
 
 Any checkpoint that loads can be read. It is loaded once with its target before, so that nothing broken is passed on,
 and the written folder once more: its settings must read as the source's do, whatever the format. What each format is
@@ -26,10 +26,13 @@ from outrider.drafting.base import TargetInfo
 from outrider.drafting.checkpoint import Checkpoint, method_of, read_checkpoint, stated_length
 from outrider.drafting.export import Exporter, ExportTarget, Written
 from outrider.drafting.profile import PROFILE, read_profile
+from outrider.drafting.stitch import plan_stitch, write_plan
 from outrider.errors import CapacityError, ConfigError, LoadError
 from outrider.models.arch import read_config, read_json
 from outrider.models.cache import BlockPool
+from outrider.models.download import Progress, silent
 from outrider.models.families import load_model
+from outrider.models.headers import read_headers
 from outrider.models.loading import load_tensors
 from outrider.models.memory import TargetMemory
 from outrider.models.store import resolve
@@ -39,6 +42,8 @@ FORMATS = ("speculators", "eagle", "z-lab", "deepspec")
 """Every format that some method can be written in."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _POOL_BLOCKS, _BLOCK_SIZE = 1, 16
+_SPARE_BYTES = 1 << 20
+"""For headers and the index."""
 
 
 def export(drafter: str, *, target: str, format_name: str, output: Path, dtype: str = "bfloat16") -> Path:
@@ -72,10 +77,44 @@ def export(drafter: str, *, target: str, format_name: str, output: Path, dtype: 
     return output
 
 
+def stitch(drafter: str, *, target: str, output: Path, progress: Progress = silent) -> Path:
+    """Write a copy of the target's checkpoint with the drafter's prediction module in it, as shards with an index.
+
+    Gives the folder, which must not hold anything; types and bytes of all tensors stay. Raises ConfigError,
+    DrafterMismatch, LoadError, and CapacityError before anything is written. Cost: the target is copied, not loaded.
+    """
+    output = output.absolute()
+    _check_output(output)
+    plan = plan_stitch(resolve(drafter), resolve(target))
+    free = shutil.disk_usage(output.parent).free
+    if plan.num_bytes + _SPARE_BYTES > free:
+        raise CapacityError(
+            f"--output {output} takes {plan.num_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free there:"
+            " free some, or write to another disk",
+            param="output",
+        )
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        made = Path(scratch) / output.name
+        made.mkdir()
+        try:
+            write_plan(plan, made, progress)
+        except OSError as error:
+            raise CapacityError(
+                f"{output} cannot be written ({error.strerror or error}): free some space", param="output"
+            ) from error
+        read_headers(made)
+        _put(made, output)
+    return output
+
+
 def _check(format_name: str, output: Path, dtype: str) -> None:
     for param, value, known in (("format", format_name, FORMATS), ("dtype", dtype, tuple(DTYPES))):
         if value not in known:
             raise ConfigError(f"--{param} is {value!r}, expected one of {', '.join(known)}", param=param)
+    _check_output(output)
+
+
+def _check_output(output: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}", param="output")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -246,7 +246,7 @@ def test_a_drafter_needs_a_model(method: str, model: LlamaModel) -> None:
     [
         ({"speculators_model_type": "eagle3", "architectures": ["DFlashDraftModel"]}, "eagle3"),
         ({"speculators_model_type": "peagle"}, "eagle3"),
-        ({"speculators_model_type": "medusa"}, None),
+        ({"speculators_model_type": "medusa"}, "medusa"),
         ({"model_type": "gemma4_unified_assistant"}, "gemma4_mtp"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"architectures": ["Qwen3DSparkModel"]}, "dflash"),

@@ -134,7 +134,7 @@ def test_a_setting_of_another_method_is_refused_once_the_method_is_known(target:
     assert error.param == "dspark_draft_topk"
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "mamba"}, {"model_type": "gemma4_assistant"}])
+@pytest.mark.parametrize("changes", [{"model_type": "mamba"}, {"model_type": "medusa"}])
 def test_a_checkpoint_for_no_method_is_refused(changes: dict[str, str], target: LlamaModel, tmp_path: Path) -> None:
     folder = restate(tiny.save_tiny(tmp_path), **changes)
     error = refused(target, model=str(folder), num_speculative_tokens=2)
