@@ -3,7 +3,7 @@
 All engines share one copy of the target's weights. Prompts are taken in groups; a group runs on every engine before the
 next one starts, and the order of the engines turns round from group to group and from repeat to repeat, so that a
 machine that warms up or slows down is nobody's advantage. With concurrency c a group is started at once and c of it run
-at any time, the next as soon as one ends. What the times mean is in bench/measure.py; what is printed, in report.py.
+at any time, the next as soon as one ends. What the times mean is in bench/measure.py; what is printed, in table.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Bench:
         self, plain: LLM, configs: Sequence[SpeculativeConfig], items: Sequence[Item], plan: BenchPlan
     ) -> None:
         self.configs, self.items, self.plan = tuple(map(plain.complete, configs)), tuple(items), plan
-        self.engines = (plain, *(plain.sibling(config) for config in self.configs))
+        made = (plain, *(plain.sibling(config) for config in self.configs))
+        self.engines = tuple(llm.retuned(llm.speculative, max_num_seqs=plan.concurrency) for llm in made)
         self.groups = in_groups(len(items), plan.concurrency)
         self.rounds: list[Round] = []
 

@@ -98,7 +98,7 @@ def _show(bench: Bench, options: BenchOptions, stated: dict[str, Any]) -> None:
     from rich.console import Console
 
     from outrider.bench.measure import numbers
-    from outrider.bench.report import as_json, headlines, notes, table
+    from outrider.bench.table import as_json, headlines, notes, table
 
     found = numbers(bench, score=options.score)
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)

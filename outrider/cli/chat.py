@@ -12,7 +12,6 @@ from outrider.cli.options import ModelOptions, SamplingOptions, verb
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
-    from outrider.types import SamplingParams
 
 _HELP = "/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -31,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 def run(options: ChatOptions) -> None:
     """Talk with a model in the terminal."""
-    params = options.params()
+    options.params()  # what is wrong with them is said before the model is loaded
     llm = options.load(options.seed)
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
@@ -43,7 +42,7 @@ def run(options: ChatOptions) -> None:
             messages = list(opening)
         elif text.strip():
             messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            messages.append({"role": "assistant", "content": _answer(llm, messages, options)})
 
 
 def _read() -> str | None:
@@ -54,9 +53,9 @@ def _read() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+def _answer(llm: LLM, messages: list[dict[str, str]], options: ChatOptions) -> str:
     """Stream one answer; Ctrl-C ends the answer, not the conversation, when a person types."""
-    generation = llm.start([llm.tokenizer.encode_chat(messages)], params)
+    generation = llm.start([llm.tokenizer.encode_chat(messages)], options.params(), options.drafting())
     try:
         for delta in generation:
             print(delta.text, end="", flush=True)

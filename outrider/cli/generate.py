@@ -40,7 +40,7 @@ def run(options: GenerateOptions) -> None:
         raise RequestError("the prompt is empty: give some text, as an argument or on stdin", param="prompt")
     llm = options.load(options.seed)
     encoded = [_encode(llm, prompt, options) for prompt in prompts]
-    generation, started = llm.start(encoded, params), time.perf_counter()
+    generation, started = llm.start(encoded, params, options.drafting()), time.perf_counter()
     try:
         (_print_json if options.json else _print_stream)(generation)
     finally:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from outrider.config import EngineConfig, SpeculativeConfig, apply_overrides
+from outrider.config import AUTO, EngineConfig, SpeculativeConfig, apply_overrides
 from outrider.errors import ConfigError, RequestError
-from outrider.types import SamplingParams
+from outrider.types import DraftParams, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -72,6 +73,8 @@ class ModelOptions:
     spec_method: Annotated[str | None, typer.Option(help="Shorthand for method in the speculative config.")] = None
     spec_model: Annotated[str | None, typer.Option(help="Shorthand for model in the speculative config.")] = None
     spec_tokens: Annotated[int | None, typer.Option(help="Shorthand for num_speculative_tokens.")] = None
+    policy: Annotated[Path | None, typer.Option(help="What to draft where, as sweep and tune write it.")] = None
+    workload: Annotated[str, typer.Option(help="The class of the requests, by which a policy has its rules.")] = ""
     dtype: Annotated[str, typer.Option(help=_engine_help("dtype"))] = _engine_default("dtype")
     max_model_len: Annotated[int | None, typer.Option(help=_engine_help("max_model_len"))] = None
     max_num_seqs: Annotated[int, typer.Option(help=_engine_help("max_num_seqs"))] = _engine_default("max_num_seqs")
@@ -90,6 +93,7 @@ class ModelOptions:
             "method": self.spec_method,
             "model": self.spec_model,
             "num_speculative_tokens": self.spec_tokens,
+            "policy": None if self.policy is None else str(self.policy),
         }
         given = {key: value for key, value in shorthands.items() if value is not None}
         if self.speculative_config is None and not given:
@@ -103,11 +107,21 @@ class ModelOptions:
         for key in given:
             if key in settings or key.replace("_", "-") in settings:
                 raise ConfigError(f"{key} is given twice, by shorthand and in --speculative-config", param=key)
-        return SpeculativeConfig.parse({**settings, **given})
+        asked = {**settings, **given}
+        if self.workload and (asked.get("method") == AUTO or "policy" in asked):
+            asked.setdefault("workload", self.workload)
+        return SpeculativeConfig.parse(asked)
+
+    def drafting(self) -> DraftParams:
+        """How drafts are made for these requests; the guard learns by their class, whatever the method."""
+        return DraftParams(workload=self.workload)
 
     def load(self, seed: int | None = None) -> LLM:
-        """Check every setting, then load the model and its drafter."""
-        return _load(self.model, self.engine_config(), self.speculative(), seed)
+        """Check every setting, then load the model and its drafter, guarded unless the settings say otherwise."""
+        speculative = self.speculative()
+        if speculative is not None and speculative.guard is None:
+            speculative = replace(speculative, guard=True)
+        return _load(self.model, self.engine_config(), speculative, seed)
 
     def load_plain(self, *defaults: str) -> LLM:
         """The same without the drafter, for verbs that compare; `defaults` as in engine_config."""
