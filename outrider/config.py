@@ -20,6 +20,8 @@ from outrider.errors import ConfigError
 Dtype = Literal["auto", "bfloat16", "float32"]
 RejectionMethod = Literal["coupled", "standard", "block", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
+AUTO = "auto"
+"""In place of a method's name: the one that a policy names, else the best known (drafting/auto.py)."""
 
 
 def _describe(text: str, default: Any = None, **kwargs: Any) -> Any:
@@ -90,6 +92,12 @@ class SpeculativeConfig:
     dspark_draft_topk: int | None = _describe("dspark: drafts come from the k likeliest before the correction", None)
     prompt_lookup_max: int = _describe("ngram: longest suffix to look up", 5)
     prompt_lookup_min: int = _describe("ngram: shortest suffix to look up", 5)
+    enable_adaptive_verification: bool = _describe("drafts that are not worth their cost are not verified", False)
+    guard: bool | None = _describe(
+        "drafts are made only where they pay, as far as they pay; none is on in generate and chat, else off", None
+    )
+    policy: str | None = _describe("method auto: a policy's file; none takes the one that tune kept, if any", None)
+    workload: str = _describe("method auto: the policy's class that the requests are of; none is its default", "")
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -102,6 +110,13 @@ class SpeculativeConfig:
         _check_choice("rejection_sample_method", self.rejection_sample_method, get_args(RejectionMethod))
         _check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
         _check_schedule(self.num_speculative_tokens_per_batch_size)
+        _check_bool("enable_adaptive_verification", self.enable_adaptive_verification)
+        if self.guard is not None:
+            _check_bool("guard", self.guard)
+        if self.policy is not None and (not isinstance(self.policy, str) or not self.policy):
+            raise ConfigError(f"policy is {self.policy!r}, expected a file's name", param="policy")
+        if not isinstance(self.workload, str):
+            raise ConfigError(f"workload is {self.workload!r}, expected a name", param="workload")
         if self.dspark_draft_topk is not None:
             _check_int("dspark_draft_topk", self.dspark_draft_topk, least=1)
         _check_int("prompt_lookup_max", self.prompt_lookup_max, least=1)
@@ -139,6 +154,11 @@ class SpeculativeConfig:
         return bool(self.method and self.num_speculative_tokens)
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether proposal lengths follow measured costs and acceptance."""
+        return bool(self.guard or self.enable_adaptive_verification)
+
+    @property
     def synthetic_rates(self) -> tuple[float, ...]:
         """Unconditional acceptance rate by draft position, whichever way it was given; empty if not synthetic."""
         if self.synthetic_acceptance_length is None:
@@ -146,10 +166,19 @@ class SpeculativeConfig:
         extra = self.synthetic_acceptance_length - 1
         return tuple(min(1.0, max(0.0, extra - i)) for i in range(self.num_speculative_tokens))
 
+    def stated(self) -> dict[str, Any]:
+        """The settings that are not the defaults."""
+        return {
+            item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) != item.default
+        }
+
     def as_json(self) -> dict[str, Any]:
         """The settings as plain data that `parse` reads again."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {key: value for key, value in values.items() if value not in (None, (), "", 0)}
+        return {
+            item.name: value
+            for item in fields(self)
+            if (value := getattr(self, item.name)) not in (None, (), "", 0) or (value is False and item.default is None)
+        }
 
     def num_tokens_for(self, num_requests: int) -> int:
         """N for a step with that many requests; gaps and the tail of the schedule keep the previous entry's N."""
@@ -178,6 +207,8 @@ class SpeculativeConfig:
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
             raise ConfigError(f"speculative config: unknown key {key!r}; {hint}", param=key)
+        if settings.get("method") is None and settings.get("policy") is not None:
+            settings["method"] = AUTO
         if settings.get("method") is None and settings.get("model") is None:
             raise ConfigError('speculative config: method is missing, e.g. {"method": "ngram"}', param="method")
         if settings.get("method") == "":
@@ -211,7 +242,6 @@ VLLM_ONLY_KEYS: Mapping[str, str] = {
     "use_local_argmax_reduction": "one machine has one vocabulary shard",
     "use_heterogeneous_vocab": "a draft model needs the target's vocabulary",
     "index_share_for_mtp_iteration": "there is no sparse attention here",
-    "enable_adaptive_verification": "the proposal length is fixed or set by num_speculative_tokens_per_batch_size",
     "suffix_decoding_max_tree_depth": "there is no suffix drafter here",
     "suffix_decoding_max_cached_requests": "there is no suffix drafter here",
     "suffix_decoding_max_spec_factor": "there is no suffix drafter here",

@@ -17,15 +17,15 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.drafting import registry
+from outrider.drafting import auto, registry
 from outrider.drafting.base import TargetInfo
-from outrider.engine.engine import Engine, check_request
+from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, RequestError
 from outrider.models.cache import BlockPool
 from outrider.models.families import load_model, pick_device, pick_dtype
@@ -35,8 +35,18 @@ from outrider.models.target import Target
 from outrider.native import set_threads
 from outrider.text.detokenizer import Detokenizer
 from outrider.text.tokenizer import Tokenizer
-from outrider.types import Delta, FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprobs
+from outrider.types import (
+    Delta,
+    DraftParams,
+    FinishReason,
+    Request,
+    RequestStats,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 
+_Setting = TypeVar("_Setting", SamplingParams, DraftParams)
 _MOST_TOKENS = 65536
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -118,51 +128,82 @@ class LLM:
         other._start_engine(self.engine.model, fresh, _speculative_config(speculative_config))
         return other
 
+    def retuned(self, speculative_config: SpeculativeConfig | None, *, max_num_seqs: int) -> LLM:
+        """The same drafter and cache under another N and another limit of running requests. Cost: next to nothing.
+
+        `speculative_config` is this LLM's own but for N. The two share one cache and one drafter: only one of them may
+        have requests at any time. Raises ConfigError.
+        """
+        other = copy.copy(self)
+        other.config, other.speculative = replace(self.config, max_num_seqs=max_num_seqs), speculative_config
+        other.engine = Engine(self.engine.target, other.config, speculative_config, self.engine.drafter)
+        other._mail = {}
+        return other
+
     def complete(self, speculative_config: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
         """Drafting settings with what they leave to the drafter or the zoo filled in, as `sibling` would have them.
 
-        Raises ConfigError, LoadError, DrafterMismatch.
+        Raises ConfigError, also for "auto" where nothing is to be drafted, LoadError, DrafterMismatch.
         """
-        return registry.resolve(SpeculativeConfig.parse(speculative_config), self.engine.model)
+        found = auto.resolve(SpeculativeConfig.parse(speculative_config), self.engine.model)
+        if found is None:
+            raise ConfigError("the policy is plain decoding here: there is no drafting to run", param="policy")
+        return found
 
     def _start_engine(self, target: Target, pool: BlockPool, speculative: SpeculativeConfig | None) -> None:
         memory = TargetMemory(target, pool.num_blocks * pool.block_size)
         info = TargetInfo(target, pool, memory, self.max_len)
-        self.speculative = None if speculative is None else registry.resolve(speculative, target)
+        self.speculative = None if speculative is None else auto.resolve(speculative, target)
         drafter = None if self.speculative is None else registry.create(self.speculative, info)
         self.engine = Engine(info, self.config, self.speculative, drafter)
         self._mail: dict[str, deque[StepOutput]] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        drafting: DraftParams | Sequence[DraftParams] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids); all of them run together. One RequestOutput a prompt, in order."""
-        return self.start(prompts, params).wait()
+        return self.start(prompts, params, drafting).wait()
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        drafting: DraftParams | Sequence[DraftParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once, through the model's chat template."""
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.tokenizer.encode_chat(conversation) for conversation in many], params)  # type: ignore[arg-type]
+        return self.generate([self.tokenizer.encode_chat(conversation) for conversation in many], params, drafting)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, drafting: DraftParams | None = None
+    ) -> Iterator[Delta]:
         """Deltas of one prompt's choices as they are committed; leaving the loop early aborts what is unfinished."""
-        return iter(self.start([prompt], params))
+        return iter(self.start([prompt], params, drafting))
 
     def start(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        drafting: DraftParams | Sequence[DraftParams] | None = None,
     ) -> Generation:
-        """Check prompts and give their Generation, to be iterated for Deltas or waited for."""
+        """Check prompts and give their Generation, to be iterated for Deltas or waited for.
+
+        `params` and `drafting` are everybody's, or one for each prompt.
+        """
         many = _as_prompts(prompts)
-        requests = [self._requests(*pair) for pair in zip(many, _as_params(params, len(many)), strict=True)]
+        wishes = _one_each("drafting", drafting or DraftParams(), len(many))
+        drawn = _one_each("params", params or SamplingParams(), len(many))
+        requests = [self._requests(*three) for three in zip(many, drawn, wishes, strict=True)]
         for request in itertools.chain.from_iterable(choices for _, choices in requests):
-            check_request(request.request, self.max_len, self.engine.model.config.vocab_size)
+            self.engine.check(request.request)
         return Generation(self.engine, self._mail, requests)
 
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, list[_Choice]]:
+    def _requests(
+        self, prompt: Prompt, params: SamplingParams, drafting: DraftParams
+    ) -> tuple[RequestOutput, list[_Choice]]:
         text = prompt if isinstance(prompt, str) else None
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -178,6 +219,7 @@ class LLM:
                 choice_index=index,
                 eos_ids=self._eos_ids,
                 sink=sink,
+                drafting=drafting,
             )
             output = CompletionOutput(index, "", [], None if params.logprobs is None else [], seed=seed)
             choices.append(_Choice(request, output, sink))
@@ -292,7 +334,7 @@ def _speculative_config(source: str | Mapping[str, Any] | SpeculativeConfig | No
     if source is None:
         return None
     config = SpeculativeConfig.parse(source)
-    registry.check(config)
+    auto.check(config)
     return config
 
 
@@ -330,9 +372,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"got {len(params)} sampling params for {count} prompts, expected one each", param="params")
-    return list(params)
+def _one_each(name: str, given: _Setting | Sequence[_Setting], count: int) -> list[_Setting]:
+    """A setting for each prompt: everybody's, or as many as there are prompts. Raises RequestError."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{name} has {len(given)} entries for {count} prompts, expected one each", param=name)
+    return list(given)

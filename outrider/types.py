@@ -135,6 +135,28 @@ class TextSink(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftParams:
+    """How drafts are made for one request, within what the engine was configured for; its text does not depend on it.
+
+    `off`: none. `num_speculative_tokens`: at most so many a round, none takes the engine's. `workload`: the class that
+    the request is learned from and judged with; requests of one class should be alike. Raises RequestError.
+    """
+
+    off: bool = False
+    num_speculative_tokens: int | None = None
+    workload: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.off, bool):
+            raise RequestError(f"off is {self.off!r}, expected true or false", param="off")
+        if not isinstance(self.workload, str):
+            raise RequestError(f"workload is {self.workload!r}, expected a name", param="workload")
+        most, name = self.num_speculative_tokens, "num_speculative_tokens"
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise RequestError(f"{name} is {most!r}, expected an integer of at least 1", param=name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One sequence to generate: a prompt's ids and how to continue them. `n` > 1 arrives as n requests.
 
@@ -149,6 +171,7 @@ class Request:
     choice_index: int = 0
     eos_ids: frozenset[int] = frozenset()
     sink: TextSink | None = None
+    drafting: DraftParams = DraftParams()
 
 
 @dataclass(frozen=True)
@@ -181,12 +204,14 @@ class Proposal:
     `tokens[b]` holds the drafts of request b: zero up to its budget of them, as target ids. `draft_probs` has one row
     a draft token, request by request, the distribution that it was really drawn from; None says that every draft was
     chosen without chance (one-hot). `confidence[b]`, from drafters that have an opinion, says for each draft how likely
-    it is to be accepted, given that those before it are.
+    it is to be accepted, given that those before it are; `top_probs[b]`, from those that have none, what the drafter
+    gave to its likeliest token there. Both may know tokens before a draft, never the draft itself.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     draft_probs: Distributions | None = None
     confidence: tuple[tuple[float, ...], ...] | None = None
+    top_probs: tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +234,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStats:
-    """What a finished request took: tokens, seconds since it was added (`queued_s` of them in line), and drafting."""
+    """What a finished request took: tokens, seconds since it was added (`queued_s` of them in line), and drafting.
+
+    num_drafts, num_drafted, num_accepted, accepted_histogram: as vLLM counts. num_rejected, num_untested: drafts
+    verified in vain. num_trimmed: drafted but not verified. num_discarded: tokens that an end cut off.
+    verified_histogram: rounds by drafts verified, from 0 on. draft_s, verify_s, other_s: of the steps that it ran in.
+    saved_s: how much sooner it ended than without drafts, by measured costs; below 0, how much later; None unmeasured.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -220,7 +251,17 @@ class RequestStats:
     num_drafted: int
     num_accepted: int
     accepted_histogram: tuple[int, ...]
+    num_rejected: int = 0
+    num_untested: int = 0
+    num_trimmed: int = 0
+    num_discarded: int = 0
+    verified_histogram: tuple[int, ...] = ()
     queued_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    saved_s: float | None = None
+    workload: str = ""
     drafting_error: str | None = None
 
 

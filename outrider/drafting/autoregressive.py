@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,14 +70,16 @@ class AutoregressiveLoop:
         A text of a single token has no row to draft from and gets none.
         """
         budgets = np.array([self._budget(*pair) for pair in zip(context.budgets, context.histories, strict=True)])
-        chains = _Chains(context, budgets, self._vocabulary)
+        chains = Chains(context, budgets, self._vocabulary)
         active = np.flatnonzero(budgets)
         if not len(active):
             return chains.proposal()
         batch, states, hidden = self._first_pass(context, active.tolist())
         tokens = chains.choose(self._network.logits(states), 0, active)
         for step in range(1, int(budgets.max())):
-            stays = np.flatnonzero(budgets[active] > step)
+            stays = np.flatnonzero((budgets[active] > step) & chains.go_on())
+            if not len(stays):
+                break
             if len(stays) < len(active):
                 rows, active = torch.from_numpy(stays).to(self._device), active[stays]
                 batch, hidden, tokens = keep_rows(batch, rows), take_rows(hidden, rows), tokens[rows]
@@ -102,19 +104,11 @@ class AutoregressiveLoop:
         last = np.cumsum([rows for _, rows in spans]) - 1
         batch = Batch.pack(np.concatenate(ids), spans, blocks, last, self._pool.block_size, self._device)
         batch = replace(batch, positions=batch.positions - 1)
-        states, hidden = self._network.forward(batch.ids, self._features(batch), batch, self.cache)
+        features = features_of(self._network, [self._memory.taps[layer] for layer in self._taps], batch)
+        states, hidden = self._network.forward(batch.ids, features, batch, self.cache)
         for (first, rows), table in zip(spans, blocks, strict=True):
             self._filled.mark(table, first + rows)
         return keep_rows(batch, batch.logit_rows), states, hidden
-
-    def _features(self, batch: Batch) -> Tensor:
-        """The states that these rows read, [T, D], from the target's memory: row p's are in the slot of p."""
-        slots = _slots(batch, batch.positions).long()
-        parts = [
-            self._network.combine([take_rows(self._memory.taps[layer], part) for layer in self._taps])
-            for part in torch.split(slots, _TAP_ROWS)
-        ]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _next_rows(self, batch: Batch, tokens: Tensor) -> Batch:
         """For each sequence of a batch of one row each, the row after it."""
@@ -122,9 +116,19 @@ class AutoregressiveLoop:
         return replace(batch, ids=tokens, positions=batch.positions + 1, slots=slots, ends=batch.ends + 1)
 
 
+def features_of(network: Network, taps: Sequence[Tensor], batch: Batch) -> Tensor:
+    """The states that these rows read, [T, D], from the target's kept taps: row p's are in the slot of p."""
+    slots = _slots(batch, batch.positions).long()
+    parts = [network.combine([take_rows(tap, part) for tap in taps]) for part in torch.split(slots, _TAP_ROWS)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def first_seen(batch: Batch, window: int | None) -> Tensor:
-    """The first slot that each row sees, [T] int32, under a sliding window of that many rows."""
-    return batch.starts(window).clamp_(min=1)
+    """The first slot that each row sees, [T] int32, under a sliding window of that many rows.
+
+    Rows lie some slots after their positions, one as a rule; the first row's slot is the first with keys.
+    """
+    return torch.maximum(batch.starts(window), batch.ends - 1 - batch.positions)
 
 
 def keep_rows(batch: Batch, rows: Tensor) -> Batch:
@@ -146,11 +150,11 @@ def _slots(batch: Batch, indices: Tensor) -> Tensor:
     return blocks * batch.block_size + indices % batch.block_size
 
 
-class _Chains:
+class Chains:
     """The drafts of one round while they are made, all first drafts first."""
 
     def __init__(self, context: DraftContext, budgets: npt.NDArray[np.int64], vocabulary: DraftVocabulary) -> None:
-        self._budgets, self._drawing = budgets, Drawing(context, vocabulary)
+        self._num_requests, self._drawing = len(budgets), Drawing(context, vocabulary)
         self._tokens: list[Tensor] = []
         self._requests: list[npt.NDArray[np.int64]] = []
 
@@ -161,12 +165,23 @@ class _Chains:
         self._requests.append(active)
         return tokens
 
+    def go_on(self) -> npt.NDArray[np.bool_]:
+        """Which requests of the last step want another draft, [R]."""
+        return self._drawing.goes_on(len(self._requests) - 1, self._requests[-1])
+
     def proposal(self) -> Proposal:
-        """The chains, request by request, and what they were drawn from if they were."""
+        """The chains, request by request, what they were drawn from if they were, and how sure the drafter was."""
         if not self._tokens:
-            return Proposal(((),) * len(self._budgets))
+            return Proposal(((),) * self._num_requests)
         requests = np.concatenate(self._requests)
         order = np.argsort(requests, kind="stable")
-        tokens = torch.cat(self._tokens).cpu().numpy()[order]
-        parts = np.split(tokens, np.cumsum(self._budgets)[:-1])
-        return Proposal(tuple(tuple(part.tolist()) for part in parts), self._drawing.drawn_from(order))
+        lengths = np.bincount(requests, minlength=self._num_requests)
+        tokens = split_rows(torch.cat(self._tokens).cpu().numpy()[order], lengths)
+        sure = self._drawing.top_probs(order)
+        top_probs = None if sure is None else split_rows(sure, lengths)
+        return Proposal(tokens, self._drawing.drawn_from(order), top_probs=top_probs)
+
+
+def split_rows(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> tuple[tuple[Any, ...], ...]:
+    """What belongs to all requests' drafts, request by request, cut into one tuple a request."""
+    return tuple(tuple(part.tolist()) for part in np.split(values, np.cumsum(lengths)[:-1]))

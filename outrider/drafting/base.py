@@ -36,6 +36,18 @@ class TargetInfo:
     max_len: int
 
 
+class Pace(Protocol):
+    """Says how far to draft, to drafters that make one draft after the other; the others draft their budgets."""
+
+    def goes_on(
+        self, place: int, slots: npt.NDArray[np.int64], top_probs: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which requests want the draft after the one at `place` (from 0), just made; shapes [A], A of them at least 1.
+
+        `top_probs`: what the drafter gave to its likeliest token there. To be asked once for each place, in order.
+        """
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """What one round of drafting knows, request by request (B of them, those with a budget above 0).
@@ -43,7 +55,8 @@ class DraftContext:
     slots: small stable numbers of the running requests. histories: all committed ids (1-D int64 views; the last one is
     the anchor, which the target's cache does not hold yet). blocks: their block tables, with room for anchor and
     drafts. budgets: most drafts wanted. groups: sampling parameters and random keys of the next token. `purpose` says
-    which noise a drafter that samples must use under the verification in force.
+    which noise a drafter that samples must use under the verification in force. `pace`: where lengths adapt, whom to
+    ask how far to go; then the proposal also has confidences or top_probs where the drafter can say them.
     """
 
     slots: tuple[int, ...]
@@ -53,6 +66,7 @@ class DraftContext:
     groups: tuple[RowGroup, ...]
     sample_method: DraftSampleMethod
     purpose: Purpose
+    pace: Pace | None = None
 
     def only(self, index: int) -> DraftContext:
         """The same round for one of its requests."""
@@ -65,14 +79,14 @@ class DraftContext:
             self.groups[part],
             self.sample_method,
             self.purpose,
+            self.pace,
         )
 
 
 class Drafter(Protocol):
-    """Three verbs. `taps`: target layers whose hidden states it reads; `needs_target_kv`: a declaration."""
+    """Three verbs. `taps`: target layers whose hidden states it reads."""
 
     taps: tuple[int, ...]
-    needs_target_kv: bool
 
     def begin(self, slot: int) -> None:
         """A request starts (or starts again after preemption) in this slot."""

@@ -1,7 +1,7 @@
 """What a drafter's folder says of its use: for which target it was trained, by which method, and how far to draft.
 
-It lies beside config.json as speculation_profile.json and may hold more (what was measured, on what), which is nobody's
-business here. config.json says what the network is; this file, what it is good for. Torch-free.
+It lies beside config.json as speculation_profile.json and may hold more (how it was measured, on what), which is
+nobody's business here. config.json says what the network is; this file, what it is good for. Torch-free.
 """
 
 from __future__ import annotations
@@ -46,6 +46,24 @@ def read_profile(folder: Path) -> Profile | None:
         method=_text(path, raw, "method"),
         num_speculative_tokens=length,
     )
+
+
+def read_acceptance(folder: Path) -> dict[str, float]:
+    """Mean acceptance length by workload as the drafter's makers recorded it, empty where they did not.
+
+    Raises LoadError naming the file and the workload.
+    """
+    path = folder / PROFILE
+    recorded = read_json(path).get("acceptance") or {}
+    if not isinstance(recorded, Mapping):
+        raise LoadError(f"{path}: acceptance is {recorded!r:.60}, expected an object by workload")
+    found = {}
+    for name, entry in recorded.items():
+        length = entry.get("mean_acceptance_length") if isinstance(entry, Mapping) else None
+        if isinstance(length, bool) or not isinstance(length, int | float):
+            raise LoadError(f"{path}: mean_acceptance_length of {name} is {length!r}, expected a number")
+        found[name] = float(length)
+    return found
 
 
 def _text(path: Path, table: Mapping[str, Any], key: str) -> str:

@@ -7,29 +7,33 @@ and every committed token is chosen in `verify` from the target's own distributi
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.drafting.base import DraftContext, Drafter, TargetInfo
+from outrider.drafting.base import Drafter, TargetInfo
+from outrider.engine.calibration import Setup, step_costs
+from outrider.engine.costs import StepCosts
+from outrider.engine.lengths import AdaptiveLengths, FixedLengths, Lengths, Price
 from outrider.engine.runner import Runner
+from outrider.engine.safe_drafter import SafeDrafter
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Entry, Sequence
-from outrider.engine.stats import EngineStats
-from outrider.errors import CapacityError, RequestError, ShapeError
-from outrider.sampling import Purpose, concatenate, distributions, logprobs
+from outrider.engine.stats import EngineStats, StepTimes
+from outrider.errors import CapacityError, RequestError
+from outrider.sampling import distributions, logprobs
 from outrider.types import Proposal, Request, StepOutput, TokenLogprobs, Verdict
 from outrider.verify import verify
 
-_log = logging.getLogger(__name__)
-
 
 class Engine:
-    """Runs many requests over one target, with or without a drafter. `stats` says what was done and how long."""
+    """Runs many requests over one target, with or without a drafter. `stats` says what was done and how long.
+
+    `costs`: what steps cost, where proposal lengths adapt and that is known; else it is looked up or measured.
+    """
 
     def __init__(
         self,
@@ -37,20 +41,34 @@ class Engine:
         config: EngineConfig,
         speculative: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         assert (speculative is None) == (drafter is None)
         if not target.model.shares_prefixes:
             config = replace(config, enable_prefix_caching=False)
+            target.pool.on_free.append(target.memory.forget)
         self.target, self.config, self.max_len = target, config, target.max_len
         self.model, self.pool = target.model, target.pool
-        self.speculative, self.drafter = speculative, drafter
+        self.speculative = speculative
         if drafter is not None:
             target.memory.keep_taps(drafter.taps)
         self.runner = Runner(target.model, target.memory, target.pool.block_size)
-        self.scheduler = Scheduler(config, speculative, target.pool, self._end_drafting)
+        self.safe_drafter: SafeDrafter | None = None
+        self.lengths: Lengths = FixedLengths(speculative)
+        if speculative is not None and drafter is not None:
+            self.safe_drafter = SafeDrafter(drafter, speculative, self.model.config.vocab_size)
+            if speculative.is_adaptive:
+                costs = costs or step_costs(Setup(target, config, speculative, self.safe_drafter, self.runner))
+                self.lengths = AdaptiveLengths(speculative, costs, config.max_num_seqs)
+        self.scheduler = Scheduler(config, self.lengths, target.pool, self._end_drafting)
         self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
         self._free_slots = list(range(config.max_num_seqs))[::-1]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What proposes, if anything does."""
+        return None if self.safe_drafter is None else self.safe_drafter.drafter
 
     @property
     def has_work(self) -> bool:
@@ -61,10 +79,20 @@ class Engine:
         """Queue a request. Raises RequestError naming the field when it can never run."""
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        check_request(request, self.max_len, self.model.config.vocab_size)
+        self.check(request)
         sequence = Sequence(request, self.max_len, self.model.config.vocab_size)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError naming the field if this request can never run here."""
+        check_request(request, self.max_len, self.model.config.vocab_size)
+        wanted, config = request.drafting.num_speculative_tokens, self.speculative
+        if wanted is not None and config is not None and wanted > config.num_speculative_tokens:
+            raise RequestError(
+                f"num_speculative_tokens is {wanted}, expected at most the engine's {config.num_speculative_tokens}",
+                param="num_speculative_tokens",
+            )
 
     def abort(self, request_id: str) -> StepOutput | None:
         """Stop a request between two steps and free all it holds; None if there is no such request."""
@@ -88,76 +116,29 @@ class Engine:
             raise CapacityError("no request fits into the cache: raise kv_cache_tokens")
         self._begin_drafting(entries)
         scheduled = time.perf_counter()
-        proposal = self._propose(entries)
+        drafts = self._propose(entries)
         drafted = time.perf_counter()
+        proposal = self.lengths.keep(entries, drafts)
+        kept = time.perf_counter()
         logits = self.runner.forward(entries, proposal.tokens)
         computed = time.perf_counter()
         verdicts = self._verify(entries, proposal, logits)
-        outputs = self._commit(entries, verdicts, _Logprobs(logits))
-        num_rows = sum(entry.num_rows + len(tokens) for entry, tokens in zip(entries, proposal.tokens, strict=True))
-        self.stats.observe_step((began, scheduled, drafted, computed, time.perf_counter()), num_rows)
+        verified = time.perf_counter()
+        other_s = (scheduled - began) + (kept - drafted) + (verified - computed)
+        times = StepTimes(drafted - scheduled, computed - kept, other_s)
+        price = self.lengths.observe(entries, verdicts, times)
+        self.stats.observe_step(times, sum(entry.num_rows for entry in entries) + sum(map(len, proposal.tokens)))
+        outputs = self._commit(_Round(entries, drafts, proposal, verdicts, price), _Logprobs(logits))
+        self.stats.other_s += time.perf_counter() - verified
         return outputs
 
     def _propose(self, entries: Items[Entry]) -> Proposal:
-        """One proposal over all entries; () for those that do not draft."""
-        drafting = [index for index, entry in enumerate(entries) if entry.budget > 0]
-        tokens: list[tuple[int, ...]] = [()] * len(entries)
-        if not drafting:
-            return Proposal(tuple(tokens))
-        context = self._context([entries[index] for index in drafting])
-        part = self._guarded_propose(context, [entries[index].sequence for index in drafting])
-        for index, chain in zip(drafting, part.tokens, strict=True):
-            tokens[index] = chain
-        return Proposal(tuple(tokens), part.draft_probs)
+        if self.safe_drafter is None:
+            return Proposal(((),) * len(entries))
+        return self.safe_drafter.propose(entries, self.lengths.pace)
 
-    def _context(self, entries: Items[Entry]) -> DraftContext:
-        assert self.speculative is not None
-        sequences = [entry.sequence for entry in entries]
-        coupled = self.speculative.rejection_sample_method == "coupled"
-        return DraftContext(
-            slots=tuple(sequence.slot for sequence in sequences),
-            histories=tuple(sequence.tokens for sequence in sequences),
-            blocks=tuple(sequence.blocks for sequence in sequences),
-            budgets=tuple(entry.budget for entry in entries),
-            groups=tuple(sequence.row_group(()) for sequence in sequences),
-            sample_method=self.speculative.draft_sample_method,
-            purpose=Purpose.GUMBEL if coupled else Purpose.DRAFT,
-        )
-
-    def _guarded_propose(self, context: DraftContext, sequences: Items[Sequence]) -> Proposal:
-        """The drafter's proposal; a request for which it fails goes on as plain decoding, and says so."""
-        assert self.drafter is not None
-        try:
-            proposal = self.drafter.propose(context)
-            self._check(proposal, context)
-            return proposal
-        except Exception as error:
-            if len(sequences) == 1:
-                _stop_drafting(sequences[0], error)
-                return Proposal(((),))
-        alone = [self._guarded_propose(context.only(i), sequences[i : i + 1]) for i in range(len(sequences))]
-        rows = [part.draft_probs for part in alone if part.draft_probs is not None]
-        if not rows:
-            return Proposal(tuple(part.tokens[0] for part in alone))
-        # One proposal has rows for all its drafts or for none: who gave none beside others goes without drafts.
-        tokens = tuple(part.tokens[0] if part.draft_probs is not None else () for part in alone)
-        return Proposal(tokens, concatenate(rows))
-
-    def _check(self, proposal: Proposal, context: DraftContext) -> None:
-        if len(proposal.tokens) != len(context.budgets):
-            raise ShapeError(f"proposal.tokens has {len(proposal.tokens)} requests, expected {len(context.budgets)}")
-        vocab_size = self.model.config.vocab_size
-        for chain, budget in zip(proposal.tokens, context.budgets, strict=True):
-            if len(chain) > budget or not all(0 <= token < vocab_size for token in chain):
-                raise ShapeError(f"proposal.tokens has {chain}, expected at most {budget} ids below {vocab_size}")
-        rows, num_drafts = proposal.draft_probs, sum(map(len, proposal.tokens))
-        if rows is not None and rows.num_rows != num_drafts:
-            raise ShapeError(f"proposal.draft_probs has {rows.num_rows} rows, expected {num_drafts}, one a draft token")
-
-    def _verify(
-        self, entries: Items[Entry], proposal: Proposal, logits: Tensor
-    ) -> list[tuple[tuple[int, ...], Verdict] | None]:
-        """Drafts and verdict for each entry that samples, None for the others."""
+    def _verify(self, entries: Items[Entry], proposal: Proposal, logits: Tensor) -> list[Verdict | None]:
+        """The verdict on each entry that samples, None for the others."""
         drafts = [tokens for entry, tokens in zip(entries, proposal.tokens, strict=True) if entry.samples]
         sampling = [entry for entry in entries if entry.samples]
         groups = [entry.sequence.row_group(tokens) for entry, tokens in zip(sampling, drafts, strict=True)]
@@ -171,36 +152,43 @@ class Engine:
             groups,
             config.synthetic_rates if config else (),
         )
-        found = iter(zip(drafts, verdicts, strict=True))
+        found = iter(verdicts)
         return [next(found) if entry.samples else None for entry in entries]
 
-    def _commit(
-        self, entries: Items[Entry], verdicts: Items[tuple[tuple[int, ...], Verdict] | None], scores: _Logprobs
-    ) -> list[StepOutput]:
-        outputs = []
-        for entry, outcome in zip(entries, verdicts, strict=True):
+    def _commit(self, done: _Round, scores: _Logprobs) -> list[StepOutput]:
+        outputs, gain = [], 0.0
+        for index, (entry, verdict) in enumerate(zip(done.entries, done.verdicts, strict=True)):
             sequence = entry.sequence
             sequence.num_computed += entry.num_rows
-            if outcome is None:
+            if verdict is None:
                 sequence.publish_blocks(self.pool)
                 continue
-            drafts, verdict = outcome
-            tokens = self._commit_tokens(sequence, drafts, verdict)
-            wanted = scores.take(len(drafts) + 1, tokens, sequence.request.params.logprobs)
+            tokens = self._commit_tokens(sequence, verdict, done.drafts.tokens[index], done.proposal.tokens[index])
+            if done.price is not None and entry.num_rows == 1:
+                gained_s = (len(tokens) - 1) * done.price.plain_s
+                sequence.save(gained_s - done.price.extra_s)
+                gain += gained_s
+            num_rows = len(done.proposal.tokens[index]) + 1
+            wanted = scores.take(num_rows, tokens, sequence.request.params.logprobs)
             outputs.append(self._output(sequence, tokens, wanted))
+        if done.price is not None:
+            self.stats.saved_s += gain / len(done.entries) - done.price.extra_s
         return outputs
 
-    def _commit_tokens(self, sequence: Sequence, drafts: tuple[int, ...], verdict: Verdict) -> tuple[int, ...]:
+    def _commit_tokens(
+        self, sequence: Sequence, verdict: Verdict, drafted: tuple[int, ...], verified: tuple[int, ...]
+    ) -> tuple[int, ...]:
         """Append accepted drafts and the next token, up to the first end; roll the cache back to what stands."""
         committed = []
-        for token in (*drafts[: verdict.num_accepted], verdict.next_token):
+        for token in (*verified[: verdict.num_accepted], verdict.next_token):
             sequence.commit(token)
             committed.append(token)
             if sequence.finish_reason is not None:
                 break
         sequence.num_computed = min(sequence.num_computed + verdict.num_accepted, sequence.num_tokens)
+        num_trimmed = len(drafted) - len(verified)
         for counters in (sequence.counters, self.stats.speculation):
-            counters.observe_round(len(drafts), verdict.num_accepted, len(committed))
+            counters.observe_round(len(drafted), verdict.num_accepted, len(committed), num_trimmed)
         sequence.publish_blocks(self.pool)
         return tuple(committed)
 
@@ -218,33 +206,43 @@ class Engine:
             sequence.finish_reason,
             sequence.stop_reason,
             scores,
-            sequence.request_stats() if sequence.finish_reason is not None else None,
+            sequence.request_stats(self.stats.stages) if sequence.finish_reason is not None else None,
         )
 
     def _begin_drafting(self, entries: Items[Entry]) -> None:
         for entry in entries:
-            if entry.sequence.slot < 0:
-                entry.sequence.slot = self._free_slots.pop()
-                if self.drafter is not None:
-                    try:
-                        self.drafter.begin(entry.sequence.slot)
-                    except Exception as error:
-                        _stop_drafting(entry.sequence, error)
+            sequence = entry.sequence
+            if sequence.slot < 0:
+                sequence.slot = self._free_slots.pop()
+                if not sequence.num_output:
+                    sequence.stages_before = self.stats.stages
+                self.lengths.begin(sequence)
+                if self.safe_drafter is not None:
+                    self.safe_drafter.begin(sequence)
 
     def _end_drafting(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
-            if self.drafter is not None:
-                try:
-                    self.drafter.end(sequence.slot)
-                except Exception as error:
-                    _stop_drafting(sequence, error)
+            if self.safe_drafter is not None:
+                self.safe_drafter.end(sequence)
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
     def _finish(self, sequence: Sequence) -> None:
         self._end_drafting(sequence)
         self.scheduler.remove(sequence)
+        self.stats.observe_end(sequence.counters, sequence.request.drafting.workload, sequence.num_output)
         del self._sequences[sequence.request.request_id]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A step whose verdicts are in: what was drafted, what of it was verified, and what drafting cost."""
+
+    entries: Items[Entry]
+    drafts: Proposal
+    proposal: Proposal
+    verdicts: Items[Verdict | None]
+    price: Price | None
 
 
 class _Logprobs:
@@ -259,11 +257,6 @@ class _Logprobs:
         if num_top is None:
             return None
         return tuple(logprobs(self._logits[first : first + len(tokens)], tokens, num_top))
-
-
-def _stop_drafting(sequence: Sequence, error: Exception) -> None:
-    sequence.drafting_error = sequence.drafting_error or f"{type(error).__name__}: {error}"
-    _log.warning("request %s goes on without drafts: %s", sequence.request.request_id, error)
 
 
 def check_request(request: Request, max_len: int, vocab_size: int) -> None:

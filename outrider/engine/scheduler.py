@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.engine.budget import draft_budget
+from outrider.config import EngineConfig
+from outrider.engine.lengths import Lengths
 from outrider.engine.sequence import Entry, Sequence
 from outrider.models.cache import BlockPool
 
@@ -22,11 +22,11 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        speculative: SpeculativeConfig | None,
+        lengths: Lengths,
         pool: BlockPool,
         on_preempt: Callable[[Sequence], None],
     ) -> None:
-        self.config, self.speculative, self.pool, self._on_preempt = config, speculative, pool, on_preempt
+        self.config, self.lengths, self.pool, self._on_preempt = config, lengths, pool, on_preempt
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -51,9 +51,10 @@ class Scheduler:
         prompts_wait = bool(self.waiting) or len(decoding) < len(self.running)
         # Prompts keep a quarter of the rows, so that long proposals of many requests cannot starve them.
         draft_rows = self.config.max_num_batched_tokens * (3 if prompts_wait else 4) // 4 - len(decoding)
-        for sequence in decoding:
+        budgets = self.lengths.budgets(decoding, self._prompt_rows() if prompts_wait else 0)
+        for sequence, budget in zip(decoding, budgets, strict=True):
             if sequence in self.running:  # not preempted meanwhile
-                entry = self._decode_entry(sequence, len(decoding), draft_rows)
+                entry = self._decode_entry(sequence, min(budget, max(0, draft_rows)))
                 if entry is not None:
                     entries.append(entry)
                     draft_rows -= entry.budget
@@ -65,10 +66,14 @@ class Scheduler:
     def _rows_left(self, entries: list[Entry]) -> int:
         return self.config.max_num_batched_tokens - sum(entry.num_rows + entry.budget for entry in entries)
 
-    def _decode_entry(self, sequence: Sequence, num_decoding: int, draft_rows: int) -> Entry | None:
-        budget = 0
-        if self.speculative is not None and sequence.drafting_error is None:
-            budget = min(draft_budget(sequence, self.speculative, num_decoding), max(0, draft_rows))
+    def _prompt_rows(self) -> int:
+        """About how many rows of prompts the step will have."""
+        reading = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        starts = len(self.running) < self.config.max_num_seqs
+        rows = sum(sequence.num_uncomputed for sequence in [*reading, *(list(self.waiting)[:1] if starts else [])])
+        return min(rows, self.config.max_num_batched_tokens - len(self.running) + len(reading))
+
+    def _decode_entry(self, sequence: Sequence, budget: int) -> Entry | None:
         if not self._cover(sequence, sequence.num_tokens + budget):
             budget = 0  # drafts are the first to go when blocks are short
             if not self._cover_or_preempt(sequence, sequence.num_tokens):

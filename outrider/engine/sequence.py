@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.stats import StepTimes
 from outrider.metrics import SpeculationCounters
 from outrider.models.cache import BlockPool, block_hashes
 from outrider.sampling import RowGroup, TokenCounts
@@ -42,6 +43,8 @@ class Sequence:
         self.counters = SpeculationCounters()
         self.arrived_at = time.perf_counter()
         self.started_at = self.first_token_at = self.last_token_at = 0.0
+        self.stages_before = StepTimes(0.0, 0.0, 0.0)  # the engine's, when it started
+        self.saved_s: float | None = None
         params = request.params
         # A checkpoint may name ends that its vocabulary does not have.
         eos = frozenset(() if params.ignore_eos else (token for token in request.eos_ids if token < vocab_size))
@@ -105,19 +108,30 @@ class Sequence:
         elif self.num_output >= self.max_output:
             self.finish_reason = "length"
 
-    def request_stats(self) -> RequestStats:
-        """What this request cost so far."""
+    def request_stats(self, stages: StepTimes) -> RequestStats:
+        """What this request cost so far, given what the engine's stages took until now."""
+        counters, before = self.counters, self.stages_before
         return RequestStats(
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached,
             num_output_tokens=self.num_output,
             first_token_s=self.first_token_at - self.arrived_at,
             total_s=self.last_token_at - self.arrived_at,
-            num_drafts=self.counters.num_drafts,
-            num_drafted=self.counters.num_draft_tokens,
-            num_accepted=self.counters.num_accepted_tokens,
-            accepted_histogram=tuple(self.counters.acceptance_histogram),
+            num_drafts=counters.num_drafts,
+            num_drafted=counters.num_draft_tokens,
+            num_accepted=counters.num_accepted_tokens,
+            accepted_histogram=tuple(counters.acceptance_histogram),
+            num_rejected=counters.num_rejected_tokens,
+            num_untested=counters.num_untested_tokens,
+            num_trimmed=counters.num_trimmed_tokens,
+            num_discarded=counters.num_discarded,
+            verified_histogram=tuple(counters.verified_histogram),
             queued_s=self.started_at - self.arrived_at,
+            draft_s=stages.draft_s - before.draft_s,
+            verify_s=stages.verify_s - before.verify_s,
+            other_s=stages.other_s - before.other_s,
+            saved_s=self.saved_s,
+            workload=self.request.drafting.workload,
             drafting_error=self.drafting_error,
         )
 
@@ -125,6 +139,10 @@ class Sequence:
         """Note when the request first left the line, and how much of its prompt was there already."""
         if not self.started_at:
             self.started_at, self.num_cached = time.perf_counter(), self.num_computed
+
+    def save(self, seconds: float) -> None:
+        """Add what a step's drafts saved this request, below 0 what they cost it."""
+        self.saved_s = (self.saved_s or 0.0) + seconds
 
     def attach_prefix(self, pool: BlockPool) -> None:
         """Take the blocks that others left for this sequence's prefix; at least one token is left to compute."""

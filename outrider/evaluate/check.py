@@ -84,7 +84,8 @@ class Checker:
 
     def sections(self, config: SpeculativeConfig, names: Sequence[SectionName] = SECTIONS) -> Iterator[Section]:
         """The sections' verdicts, each as soon as it is known. Raises what loading the drafter raises."""
-        speculative = self.plain.sibling(config)
+        # A guard might draft nothing, and what is not drafted is not checked.
+        speculative = self.plain.sibling(replace(config, guard=False))
         for name in names:
             yield self._distribution(speculative) if name == "distribution" else self._texts(speculative, name)
 

@@ -23,7 +23,7 @@ from outrider.errors import ConfigError
 from outrider.models.llama import LlamaModel
 from outrider.sampling import Purpose
 from outrider.types import Proposal, Request
-from tests.kit import block, books, eagle3, mtp, tiny
+from tests.kit import block, books, eagle3, gemma4_mtp, mtp, tiny
 
 SEED = 3
 
@@ -53,10 +53,15 @@ def _mtp(folder: Path) -> dict[str, Any]:
     return {"model": str(mtp.save_mtp(folder))}
 
 
+def _gemma4_mtp(folder: Path) -> dict[str, Any]:
+    return {"model": str(gemma4_mtp.save_gemma4_mtp(folder))}
+
+
 PROVIDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ngram": _no_checkpoint,
     "draft_model": _other_target,
     "mtp": _mtp,
+    "gemma4_mtp": _gemma4_mtp,
     "eagle3": _eagle3,
     "dflash": _dflash,
     "dspark": _dspark,
@@ -99,7 +104,7 @@ class Witness:
     live: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.taps, self.needs_target_kv = self.inner.taps, self.inner.needs_target_kv
+        self.taps = self.inner.taps
 
     def begin(self, slot: int) -> None:
         self.live.add(slot)
@@ -118,9 +123,9 @@ class Witness:
 
 def witnessed(model: LlamaModel, config: SpeculativeConfig, **settings: Any) -> tuple[Engine, Witness]:
     engine = tiny.make_engine(model, speculative=config, **settings)
-    assert engine.drafter is not None
-    witness = Witness(engine.drafter)
-    engine.drafter = witness
+    assert engine.safe_drafter is not None
+    witness = Witness(engine.safe_drafter.drafter)
+    engine.safe_drafter.drafter = witness
     return engine, witness
 
 
@@ -156,7 +161,6 @@ def test_declarations_are_there(model: LlamaModel, config: SpeculativeConfig) ->
     assert drafter is not None
     assert isinstance(drafter.taps, tuple)
     assert all(0 <= layer <= model.config.num_layers for layer in drafter.taps)
-    assert isinstance(drafter.needs_target_kv, bool)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(config: SpeculativeConfig) -> None:

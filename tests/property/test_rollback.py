@@ -86,7 +86,6 @@ class Spoiled:
     """The target as its own drafter, some of whose drafts are replaced by wrong ones; keeps account of which."""
 
     taps: tuple[int, ...] = ()
-    needs_target_kv = False
 
     def __init__(self, inner: DraftModelDrafter, rate: float) -> None:
         self.inner, self.rate, self.random = inner, rate, np.random.default_rng(3)
@@ -114,7 +113,8 @@ def self_engine(model: LlamaModel, folder: Path, rate: float = 0.0, **settings: 
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
     if rate:
-        engine.drafter = Spoiled(inner, rate)
+        assert engine.safe_drafter is not None
+        engine.safe_drafter.drafter = Spoiled(inner, rate)
     return engine
 
 

@@ -41,6 +41,8 @@ GOOD: dict[str, list[tuple[Any, Any]]] = {
     "dspark_draft_topk": [(8, 8)],
     "prompt_lookup_max": [(7, 7)],
     "prompt_lookup_min": [(2, 2)],
+    "enable_adaptive_verification": [(True, True), (False, False)],
+    "guard": [(True, True), (False, False), (None, None)],
 }
 
 
@@ -75,6 +77,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("dspark_draft_topk", "all", "integer"),
     ("prompt_lookup_max", 0, "at least 1"),
     ("prompt_lookup_min", -2, "at least 1"),
+    ("enable_adaptive_verification", 1, "true or false"),
+    ("guard", "yes", "true or false"),
     ("num_speculative_tokens_per_batch_size", 4, "a list"),
     ("num_speculative_tokens_per_batch_size", "all", "a list"),
     ("num_speculative_tokens_per_batch_size", [4], r"\[first, last, N\]"),

@@ -85,6 +85,7 @@ def test_merged_parts_equal_the_whole(first: list[tuple[int, int, int]], second:
         ("num_untested_tokens", "drafted ="),
         ("num_committed", "committed + discarded"),
         ("num_discarded", "committed + discarded"),
+        ("num_trimmed_tokens", "drafted ="),
         ("num_rounds", "committed + discarded"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.budget import draft_budget
+from outrider.engine.lengths import FixedLengths
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Entry, Sequence
 from outrider.models.cache import BlockPool
@@ -26,7 +27,7 @@ class Bench:
         parsed = None if speculative is None else SpeculativeConfig(method="scripted", **speculative)
         self.pool = BlockPool(num_blocks, 16)
         self.preempted: list[Sequence] = []
-        self.scheduler = Scheduler(config, parsed, self.pool, self.preempted.append)
+        self.scheduler = Scheduler(config, FixedLengths(parsed), self.pool, self.preempted.append)
 
     def add(self, length: int, seed: int = 0, **params: Any) -> Sequence:
         prompt = tiny.random_prompt(seed, length)
