@@ -35,7 +35,7 @@ model: env
 
 NGRAM := {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
-TRAINED := $(foreach method,eagle3 dflash dspark,--also '{"method": "$(method)"}')
+TRAINED := $(foreach method,mtp gemma4_mtp eagle3 dflash dspark,--also '{"method": "$(method)"}')
 
 demo: model
 	$(BIN)/outrider generate smollm2 "Why is the sky blue?" --spec-method eagle3 --max-tokens 96
