@@ -23,22 +23,30 @@ from outrider.evaluate.lossless import why_not_comparable
 from outrider.llm import LLM, Generation
 from outrider.metrics import SpeculationCounters
 from outrider.models.fingerprint import fingerprint
-from outrider.types import SamplingParams
+from outrider.types import DraftParams, SamplingParams
 
 _FIRST_BUCKET_LEN = 64
+_OF_LENGTHS = (
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "enable_adaptive_verification",
+    "guard",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Prompts to answer together: ids and sampling, one each; `concurrency` of them run at any time.
 
-    `config` None is plain decoding; else it is one that `Backend.prepare` gave.
+    `config` None is plain decoding; else it is one that `Backend.prepare` gave. `workload`: the class of the requests,
+    by which a guard learns.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
     concurrency: int
     config: SpeculativeConfig | None
+    workload: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +155,7 @@ class EmbeddedBackend:
         complete = [self._plain.complete(config) for config in configs]
         for config in complete:
             made = self._plain.sibling(config)
-            self._drafting.setdefault(_all_but_length(config), made)
+            self._drafting.setdefault(_all_but_lengths(config), made)
         return complete
 
     def run(self, job: Job) -> Measured:
@@ -156,16 +164,16 @@ class EmbeddedBackend:
         llm.engine.stats = EngineStats()
         places = _Places()
         began = time.perf_counter()
-        generation = llm.start(job.prompts, job.params)
+        generation = llm.start(job.prompts, job.params, DraftParams(workload=job.workload))
         for delta in generation:
             places.observe(delta.request_id, len(delta.token_ids))
         return _measured(job, generation, time.perf_counter() - began, llm, places)
 
     def _llm(self, config: SpeculativeConfig | None, concurrency: int) -> LLM:
-        """The engine for a job; those of one drafter differ in N and load only, and are asked one after the other."""
+        """The engine for a job; those of one drafter differ in lengths and load only, and are asked in turn."""
         if (found := self._tuned.get((config, concurrency))) is not None:
             return found
-        origin = self._plain if config is None else self._drafting[_all_but_length(config)]
+        origin = self._plain if config is None else self._drafting[_all_but_lengths(config)]
         self._tuned[config, concurrency] = made = origin.retuned(config, max_num_seqs=concurrency)
         return made
 
@@ -203,9 +211,9 @@ def bucket(position: int) -> int:
     return first
 
 
-def _all_but_length(config: SpeculativeConfig) -> tuple[Any, ...]:
-    names = [item.name for item in fields(config) if item.name != "num_speculative_tokens"]
-    return tuple(getattr(config, name) for name in names)
+def _all_but_lengths(config: SpeculativeConfig) -> tuple[Any, ...]:
+    """What a drafter is built by: all settings but those of how far it drafts, which are the engine's."""
+    return tuple(getattr(config, item.name) for item in fields(config) if item.name not in _OF_LENGTHS)
 
 
 def _measured(job: Job, generation: Generation, seconds: float, llm: LLM, places: _Places) -> Measured:

@@ -21,11 +21,15 @@ Prompts = dict[tuple[str, int], list[tuple[int, ...]]]
 _STEP = 97  # words by which the text before one prompt starts later than that before the prompt before it
 
 
-def read_texts(workloads: Sequence[str], num_prompts: int, folder: Path | None) -> Texts:
-    """Each workload's first prompts. Raises ConfigError for too few of them, LoadError for a set that is not there."""
+def read_texts(workloads: Sequence[str], num_prompts: int, folder: Path | None, *, fresh: bool = False) -> Texts:
+    """Each workload's first prompts, or `fresh` as many after these, of a shorter set the last ones.
+
+    Raises ConfigError for too few of them, LoadError for a set that is not there.
+    """
     texts = {}
     for workload in workloads:
-        found = [prompt.turns[0] for prompt in load(workload, num_prompts=num_prompts, folder=folder)]
+        read = load(workload, num_prompts=2 * num_prompts if fresh else num_prompts, folder=folder)
+        found = [prompt.turns[0] for prompt in read[-num_prompts:]]
         if len(found) < num_prompts:
             raise ConfigError(f"{workload} has {len(found)} prompts, num_prompts is {num_prompts}", param="num_prompts")
         texts[workload] = found

@@ -56,6 +56,13 @@ def summarize(path: Path) -> dict[str, Any]:
     }
 
 
+def sweep_of(path: Path) -> Results:
+    """A sweep's results. Raises LoadError also for a published table, which does not say which weights it is of."""
+    if (found := _read(path).sweep) is None:
+        raise LoadError(f"{path} is a published table: a policy needs a sweep's results, which know their target")
+    return found
+
+
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The recommendations, a line each, and what a reader must not miss."""
     said, axes = [], varying(found)

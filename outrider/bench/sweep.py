@@ -8,8 +8,9 @@ and every judgement of the numbers (pairs.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.bench.backends import Backend, Job, Measured
 from outrider.bench.context import Prompts
@@ -46,8 +47,11 @@ class Sweep:
         self.backend, self.grid, self.prompts, self.configs, self.file = backend, grid, prompts, configs, file
         self._sitting = len(file.results.sittings)
 
-    def run(self, progress: Progress) -> None:
-        """One sitting: everything that is missing. Rows are kept as they come, so it may be interrupted anywhere."""
+    def run(self, progress: Progress, until: float | None = None) -> None:
+        """One sitting: everything that is missing, but no block begins after `until`, a time of time.monotonic.
+
+        Rows are kept as they come, so it may be interrupted anywhere.
+        """
         todo = missing(self.grid, self.file.results)
         if not todo:
             return
@@ -55,6 +59,8 @@ class Sweep:
         self._anchor()
         total, done = sum(len(item.choices) for item in todo), 0
         for item in todo:
+            if until is not None and time.monotonic() >= until:
+                return
             stopped = self._stopped(item.block.setting)
             left = [choice for choice in item.choices if choice not in stopped]
             for choice in left if len(left) > 1 else ():
@@ -70,8 +76,9 @@ class Sweep:
         """Every drafter once, briefly: what is built or fetched on first use is nobody's cost."""
         block = next(self.grid.blocks())
         each = {choice.method: choice for choice in (PLAIN, *self.grid.choices)}
+        brief = replace(self.grid, max_tokens=min(_WARM_UP_LEN, self.grid.max_tokens))
         for choice in each.values():
-            self.backend.run(self._job(block, choice, min(_WARM_UP_LEN, self.grid.max_tokens)))
+            self.backend.run(job_of(brief, self.prompts, block, self.configs.get(choice)))
 
     def _anchor(self) -> None:
         block = Block(self.grid.settings[0], 0, 0)
@@ -86,7 +93,7 @@ class Sweep:
             self.file.add_stopped(Stopped(setting=block.setting, choice=choice, reason=reason))
 
     def _run(self, block: Block, choice: Choice) -> Measured:
-        return self.backend.run(self._job(block, choice, self.grid.max_tokens))
+        return self.backend.run(job_of(self.grid, self.prompts, block, self.configs.get(choice)))
 
     def _keep(self, block: Block, choice: Choice, measured: Measured, *, is_anchor: bool = False) -> None:
         self.file.add_row(
@@ -116,16 +123,19 @@ class Sweep:
                 )
                 self.file.add_stopped(Stopped(setting=setting, choice=choice, reason=reason))
 
-    def _job(self, block: Block, choice: Choice, max_tokens: int) -> Job:
-        setting = block.setting
-        group = self.grid.groups(setting)[block.group]
-        prompts = self.prompts[setting.workload, setting.context_len]
-        return Job(
-            prompts=tuple(prompts[index] for index in group),
-            params=_params(group, setting.temperature, self.grid.seed, max_tokens),
-            concurrency=setting.concurrency,
-            config=self.configs.get(choice),
-        )
+
+def job_of(grid: Grid, prompts: Prompts, block: Block, config: SpeculativeConfig | None) -> Job:
+    """A block's prompts under some drafting settings, or under none."""
+    setting = block.setting
+    group = grid.groups(setting)[block.group]
+    own = prompts[setting.workload, setting.context_len]
+    return Job(
+        prompts=tuple(own[index] for index in group),
+        params=_params(group, setting.temperature, grid.seed, grid.max_tokens),
+        concurrency=setting.concurrency,
+        config=config,
+        workload=setting.workload,
+    )
 
 
 def missing(grid: Grid, results: Results) -> list[Todo]:

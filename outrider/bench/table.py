@@ -1,4 +1,4 @@
-"""What a benchmark shows: one JSON object for programs, a headline and a table of 80 columns for people.
+"""What a benchmark shows: one JSON object for programs, headlines and two tables of 80 columns for people.
 
 Only words and layout here; every number comes from bench/measure.py and every condition from bench/conditions.py.
 """
@@ -6,7 +6,6 @@ Only words and layout here; every number comes from bench/measure.py and every c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
@@ -41,18 +40,26 @@ def headlines(found: Numbers) -> list[str]:
     ]
 
 
-def table(found: Numbers) -> Table:
-    """Every number side by side: plain, then each configuration."""
-    columns = [f"{run.config.method} N={run.config.num_speculative_tokens}" for run in found.runs]
-    shown = Table("", "plain", *columns, box=None, pad_edge=False)
-    sides = [found.plain, *(run.side for run in found.runs)]
-    for title, cell in _ROWS:
-        shown.add_row(title, *(cell(side) for side in sides))
-    if found.plain.num_right is not None:
-        shown.add_row("exact match", *(f"{side.num_right}/{found.num_answers}" for side in sides))
-    for title, drafting in _DRAFTING_ROWS:
-        shown.add_row(title, "", *(drafting(run) for run in found.runs))
-    return shown
+def tables(found: Numbers) -> list[Table]:
+    """Two tables of a line for plain decoding and each configuration: what drafts bring, and where the time goes."""
+    names = [f"{run.config.method} N={run.config.num_speculative_tokens}" for run in found.runs]
+    gains = _table("", "output\ntok/s", "speedup", "mean\nacceptance\nlength", "accepted by\nposition, %", "text")
+    gains.add_row("plain", f"{found.plain.tok_s:.1f}")
+    for name, run in zip(names, found.runs, strict=True):
+        gains.add_row(name, *_gains(run))
+    times = _table(
+        "",
+        "first token\nms p50 / p99",
+        "per token\nms p50 / p99",
+        "tok/s after\nthe first",
+        "draft / verify\n/ other s",
+    )
+    scored = found.plain.num_right is not None
+    if scored:
+        times.add_column("exact match")
+    for name, side in zip(["plain", *names], [found.plain, *(run.side for run in found.runs)], strict=True):
+        times.add_row(name, *_times(side), *([f"{side.num_right}/{found.num_answers}"] if scored else []))
+    return [gains, times]
 
 
 def notes(found: Numbers) -> list[str]:
@@ -120,25 +127,32 @@ def _milliseconds(spread: Spread) -> str:
     return f"{spread.p50 * 1e3:.1f} / {spread.p99 * 1e3:.1f}"
 
 
+def _table(*headers: str) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in headers:
+        shown.add_column(header, vertical="bottom", no_wrap="position" not in header)
+    return shown
+
+
+def _gains(run: Compared) -> list[str]:
+    speedup, counters = run.speedup, run.side.counters
+    return [
+        f"{run.side.tok_s:.1f}",
+        f"{speedup.ratio:.2f} ({speedup.low:.2f} to {speedup.high:.2f})",
+        f"{counters.mean_acceptance_length:.2f}",
+        " ".join(f"{100 * share:.0f}" for share in counters.per_position_acceptance),
+        run.lossless.verdict,
+    ]
+
+
+def _times(side: Side) -> list[str]:
+    return [
+        _milliseconds(side.ttft_s),
+        _milliseconds(side.tpot_s),
+        f"{side.decode_tok_s:.1f}",
+        f"{side.draft_s:.2f} / {side.verify_s:.2f} / {side.other_s:.2f}",
+    ]
+
+
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-_ROWS: tuple[tuple[str, Callable[[Side], str]], ...] = (
-    ("output tok/s", lambda side: f"{side.tok_s:.1f}"),
-    ("after the first token", lambda side: f"{side.decode_tok_s:.1f}"),
-    ("first token ms p50 / p99", lambda side: _milliseconds(side.ttft_s)),
-    ("per token ms p50 / p99", lambda side: _milliseconds(side.tpot_s)),
-    ("output tokens", lambda side: str(side.num_tokens)),
-    ("draft / verify / other s", lambda side: f"{side.draft_s:.2f} / {side.verify_s:.2f} / {side.other_s:.2f}"),
-)
-_DRAFTING_ROWS: tuple[tuple[str, Callable[[Compared], str]], ...] = (
-    ("speedup", lambda run: f"{run.speedup.ratio:.2f} ({run.speedup.low:.2f} to {run.speedup.high:.2f})"),
-    ("mean acceptance length", lambda run: f"{run.side.counters.mean_acceptance_length:.2f}"),
-    ("acceptance rate", lambda run: f"{run.side.counters.acceptance_rate:.0%}"),
-    (
-        "by draft position",
-        lambda run: " ".join(f"{share:.2f}" for share in run.side.counters.per_position_acceptance[:8]),
-    ),
-    ("text", lambda run: run.lossless.verdict),
-)

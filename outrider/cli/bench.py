@@ -98,13 +98,14 @@ def _show(bench: Bench, options: BenchOptions, stated: dict[str, Any]) -> None:
     from rich.console import Console
 
     from outrider.bench.measure import numbers
-    from outrider.bench.table import as_json, headlines, notes, table
+    from outrider.bench.table import as_json, headlines, notes, tables
 
     found = numbers(bench, score=options.score)
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     for line in headlines(found):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(table(found))
+    for table in tables(found):
+        console.print(table)
     for line in notes(found):
         print(line, file=sys.stderr)
     machine = f"{stated['cpu']}, {stated['num_cpus']} CPUs, {stated['kernels']} kernels"

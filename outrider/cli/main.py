@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from outrider.cli import bench, chat, check, data, export, generate, models, report, sweep, train
+from outrider.cli import bench, chat, check, data, export, generate, models, report, sweep, train, tune
 from outrider.errors import OutriderError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for leaf in (generate, chat, bench, sweep, report, check, data, train, export, models):
+for leaf in (generate, chat, bench, sweep, report, tune, check, data, train, export, models):
     leaf.register(app)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class TrainOptions:
     """What `train` takes."""
 
-    method: Annotated[str, typer.Argument(help="eagle3, dflash or dspark.")]
+    method: Annotated[str, typer.Argument(help="eagle3, mtp, gemma4_mtp, dflash or dspark.")]
     target: Annotated[str, typer.Option(help=MODEL_HELP)]
     corpus: Annotated[
         Path, typer.Option(help="JSONL of the target's own responses, as `outrider data generate` makes.")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from outrider.drafting.block_config import BlockConfig, LayerMask
 from outrider.drafting.differentiable import (
-    UNSURE,
     Extra,
     Rope,
     Weights,
@@ -26,6 +25,7 @@ from outrider.drafting.differentiable import (
     fresh_layers,
     gated_mlp,
     random_matrix,
+    unsure_norm,
 )
 from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
@@ -98,7 +98,7 @@ class BlockNetwork:
         for index in range(self.model.num_layers):
             _look_back(tensors, f"layers.{index}.self_attn.", self.model, self.config.block_size)
         tensors["hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
-        tensors["norm.weight"] = self.teacher.norm_weight * UNSURE
+        tensors["norm.weight"] = unsure_norm(self.teacher)
         tensors["fc.weight"] = fresh_fusion(len(self.taps), width)
         return tensors
 

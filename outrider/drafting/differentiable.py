@@ -23,6 +23,8 @@ from outrider.models.layers import rope_tables
 Weights = Mapping[str, Tensor]
 UNSURE = 0.3
 """Share of the target's final norm to start from: at full size a network that knows nothing yet is sure of it."""
+_SPREAD = 2.0
+"""Largest standard deviation of a fresh network's logits."""
 
 
 def gated_mlp(x: Tensor, weights: Weights, prefix: str) -> Tensor:
@@ -114,6 +116,16 @@ def draft_config(
         sliding_window=None,
         tie_word_embeddings=False,
     )
+
+
+def unsure_norm(teacher: Teacher) -> Tensor:
+    """A draft network's final norm [D] to start from: the target's, small enough that logits say little yet.
+
+    A share that suits one family is sure of nonsense in another: Gemma's norms are twenty times Llama's.
+    """
+    # Of a state with a root mean square of 1 and random signs, a row's logit varies by the size of norm x row.
+    spread = float((teacher.head.float() * teacher.norm_weight).pow(2).sum(1).mean().sqrt())
+    return teacher.norm_weight * min(UNSURE, _SPREAD / spread)
 
 
 def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init, *, adds: float) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,13 @@ from typing import Any, TypeVar
 
 from outrider.config import SpeculativeConfig, cache_folder
 from outrider.drafting import registry
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, LoadError, OutriderError
 from outrider.models.arch import read_json
 
 FORMAT = 1
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 _LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")  # where vLLM is given one of them, the other is the same
+_TRIPLE = re.compile(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]")
 Value = TypeVar("Value")
 
 
@@ -95,7 +97,8 @@ class Policy:
         """Write the file, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.new")
-        part.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        text = _TRIPLE.sub(r"[\1, \2, \3]", json.dumps(self.as_json(), indent=1))
+        part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
 
     def check_target(self, fingerprint: str, source: Path) -> None:
@@ -110,6 +113,8 @@ class Policy:
 
 def read_policy(path: Path) -> Policy:
     """The policy in a file. Raises LoadError where there is no JSON object, ConfigError naming what is wrong in it."""
+    if not path.is_file():
+        raise LoadError(f"{path}: there is no such file, expected a policy as `outrider tune` writes it")
     return _at(str(path), Policy.from_json, read_json(path))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.command import ENVIRONMENT, Here, apart
 
-VERBS = ("generate", "chat", "bench", "sweep", "report", "check", "data", "train", "export", "models")
+VERBS = ("generate", "chat", "bench", "sweep", "report", "tune", "check", "data", "train", "export", "models")
 
 
 def one_line(err: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.drafting.policy import read_policy
 from tests.kit.command import Here
-from tests.kit.sweeps import TABLE
+from tests.kit.sweeps import IDENTITY, TABLE, swept
 
 
 def test_page_json_and_lines_come_of_one_file(here: Here, tmp_path: Path) -> None:
@@ -35,3 +36,15 @@ def test_what_cannot_be_shown_is_refused_in_one_line(
     (tmp_path / "t.csv").write_text(TABLE)
     ended = here("report", *(word.format(file=tmp_path / "t.csv") for word in words))
     assert ended.code == 2 and said in ended.err and ended.err.count("\n") == 1
+
+
+def test_a_sweeps_report_writes_its_policy_and_a_table_has_none(here: Here, tmp_path: Path) -> None:
+    policy, table = tmp_path / "policy.json", tmp_path / "t.csv"
+    ended = here("report", str(swept(tmp_path / "r.jsonl")), "--policy", str(policy))
+    assert ended.code == 0, ended.err
+    found = read_policy(policy)
+    assert found.fingerprint == IDENTITY and found.rule("math") is not None
+    policy.unlink()
+    table.write_text(TABLE)
+    ended = here("report", str(table), "--policy", str(policy))
+    assert ended.code == 2 and "needs a sweep's results" in ended.err and not policy.exists()

@@ -12,6 +12,7 @@ from outrider.bench.grid import Grid
 from outrider.bench.parquet import read_parquet
 from outrider.bench.results import read
 from outrider.bench.sweep import missing
+from outrider.drafting.policy import read_policy
 from tests.kit import talker, threads
 from tests.kit.command import Here
 
@@ -54,8 +55,10 @@ def words(files: Path, out: Path, **changes: str) -> list[str]:
 def test_a_sweep_from_end_to_end_with_a_drafter_that_shares_its_target(here: Here, files: Path, tmp_path: Path) -> None:
     out, found = tmp_path / "r.jsonl", tmp_path / "r.json"
     itself = json.dumps({"method": "draft_model", "model": str(files / "target"), "num_speculative_tokens": 2})
-    ended = here(*words(files, out), "--also", itself, "--json", str(found))
+    policy = tmp_path / "policy.json"
+    ended = here(*words(files, out), "--also", itself, "--json", str(found), "--policy", str(policy))
     assert ended.code == 0, ended.err
+    assert set(read_policy(policy).classes) == {"a", "b"}
     results, summary = read(out), json.loads(found.read_text())
     assert missing(Grid(**results.header.grid), results) == []
     # 2 workloads, 2 temperatures, two groups at 1 and one at 2, plain and three choices

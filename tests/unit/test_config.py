@@ -43,6 +43,8 @@ GOOD: dict[str, list[tuple[Any, Any]]] = {
     "prompt_lookup_min": [(2, 2)],
     "enable_adaptive_verification": [(True, True), (False, False)],
     "guard": [(True, True), (False, False), (None, None)],
+    "policy": [("policy.json", "policy.json"), (None, None)],
+    "workload": [("math", "math")],
 }
 
 
@@ -79,6 +81,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("prompt_lookup_min", -2, "at least 1"),
     ("enable_adaptive_verification", 1, "true or false"),
     ("guard", "yes", "true or false"),
+    ("policy", "", "a file's name"),
+    ("workload", 3, "a name"),
     ("num_speculative_tokens_per_batch_size", 4, "a list"),
     ("num_speculative_tokens_per_batch_size", "all", "a list"),
     ("num_speculative_tokens_per_batch_size", [4], r"\[first, last, N\]"),

@@ -91,3 +91,13 @@ def test_a_drafter_that_fails_is_given_up(tmp_path: Path) -> None:
     results = read(tmp_path / "r.jsonl")
     assert {stopped.choice.method for stopped in results.stopped} == {"ngram"}
     assert all("it broke" in stopped.reason for stopped in results.stopped) and len(results.stopped) == 2
+
+
+def test_no_block_begins_after_the_time_is_up(tmp_path: Path) -> None:
+    path, backend = tmp_path / "r.jsonl", sweeps.FakeBackend(SPEED)
+    file = ResultsFile.open(path, sweeps.header(QUICK))
+    sweep = Sweep(backend, QUICK, sweeps.prompts_for(QUICK), sweeps.configs_for(QUICK), file)
+    sweep.run(lambda what, done, total: None, until=0.0)
+    assert all(row.is_anchor for row in read(path).rows)
+    sitting(path, QUICK, backend)
+    assert missing(QUICK, read(path)) == [], "the same goes on"
