@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from outrider.errors import LoadError
 from outrider.models.arch import TargetConfig, read_files
 from outrider.models.attention import Batch, LayerCache
+from outrider.models.headers import read_headers
 from outrider.models.hf_attention import Paging, Site, SiteShape, page_indexer
 from outrider.models.hf_loading import build_hf, build_layer, quiet, read_hf, target_config
 from outrider.models.layers import RMSNorm
@@ -268,7 +269,7 @@ def load_hf(folder: Path, *, dtype: torch.dtype, device: torch.device) -> HfMode
     """Load a checkpoint folder of any such family. Raises LoadError in one line."""
     raw, generation = read_files(folder)
     source = str(folder / "config.json")
-    refuse_quantised(folder, raw)
+    refuse_quantised(folder, raw, ((name, stored.dtype) for name, stored in read_headers(folder).items()))
     text = read_hf(raw, source)
     config = target_config(text, raw, generation, source)
     with quiet():

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.errors import LoadError
 from outrider.models.arch import ModelConfig, expected_shapes, parse_config, read_json
 from outrider.models.gemma_config import GEMMA_FAMILIES, GemmaConfig, gemma_shapes, parse_gemma
+from outrider.models.quantisation import packed_name, unreadable
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMED = 3
@@ -46,6 +47,8 @@ def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig | GemmaConf
     """
     shapes = tensor_shapes(config)
     if missing := [name for name in shapes if name not in tensors]:
+        if (packed := packed_name(tensors)) is not None:
+            raise unreadable(source, f"not stated, {packed} is {tensors[packed].dtype}")
         raise LoadError(
             f"{source} lacks {len(missing)} tensors that a {config.model_type} of {config.num_layers} layers has"
             f" ({_some(missing)}); the file is incomplete or config.json is of another model"

@@ -41,12 +41,22 @@ def stated_scheme(folder: Path, raw: Mapping[str, Any]) -> str | None:
 def seen_scheme(tensors: Iterable[tuple[str, str]]) -> str | None:
     """What the tensors (names, and types as safetensors spells them) show where the files state nothing."""
     for name, dtype in tensors:
-        if dtype not in _PLAIN or name.endswith(_PACKED):
+        if dtype not in _PLAIN or packed_name([name]):
             return f"not stated, {name} is {dtype}"
     return None
 
 
-def refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Raise LoadError naming the scheme of a folder whose files state one."""
-    if (scheme := stated_scheme(folder, raw)) is not None:
-        raise LoadError(f"{folder}: the weights are quantised ({scheme}), which cannot be read: {EXPECTED}")
+def packed_name(names: Iterable[str]) -> str | None:
+    """The first of some tensors' names that only a quantised weight has."""
+    return next((name for name in names if name.endswith(_PACKED)), None)
+
+
+def refuse_quantised(folder: Path, raw: Mapping[str, Any], tensors: Iterable[tuple[str, str]] = ()) -> None:
+    """Raise LoadError naming the scheme that a folder's files state or, of tensors given as in `seen_scheme`, show."""
+    if (scheme := stated_scheme(folder, raw) or seen_scheme(tensors)) is not None:
+        raise unreadable(str(folder), scheme)
+
+
+def unreadable(source: str, scheme: str) -> LoadError:
+    """The error for weights in that scheme."""
+    return LoadError(f"{source}: the weights are quantised ({scheme}), which cannot be read: {EXPECTED}")

@@ -64,18 +64,15 @@ GEMMA = LAYERS | keys("""
 """)
 """What gemma_config.py reads or refuses."""
 
+_GATED_DELTA = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_SIGMOID = {"scoring_func": "sigmoid"}
 _AS_BUILT: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "qwen3_5": {"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
-    "minimax_m2": {
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-    },
+    "deepseek_v3": _SIGMOID | {"moe_layer_freq": 1, "topk_method": "noaux_tc"},
+    "minimax_m2": _SIGMOID | {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
 }
 """Values in published files, by family, that say what transformers' code of the family does whatever they say."""
-_AS_BUILT |= {"qwen3_5_moe": _AS_BUILT["qwen3_5"]}
 _POPPED = re.compile(r'kwargs\.(?:pop|get)\(\s*"(\w+)"')
 """How transformers' configuration classes read what is none of their fields."""
 _TABLES = ("text_config", "transformer_layer_config", "dflash_config", "eagle_config")

@@ -40,9 +40,10 @@ class Meaning:
     hands_on: str
 
     def of(self, number: int) -> Meaning:
-        """The same for another of several modules."""
-        moved = {name: getattr(self, name).replace("layers.4.", f"layers.{4 + number}.") for name in ("layer", "own")}
-        return replace(self, **moved)
+        """The same for another of several modules; Qwen's share all but the layer."""
+        first = 4 if "layers.4." in self.layer else 0
+        old, new = f"layers.{first}.", f"layers.{first + number}."
+        return replace(self, layer=self.layer.replace(old, new), own=self.own.replace(old, new))
 
 
 _QWEN = ("mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -103,7 +104,6 @@ class Made:
             1,
         )
         base = self.donors[number].model
-        base.layers, base.norm = base.layers[-1:], nn.Identity()
         fused = both @ self.module[f"{meaning.own}{meaning.fusion}.weight"].T
         before = base(inputs_embeds=fused[None]).last_hidden_state[0]
         return before, self._normed(before, meaning.own + meaning.norm)
@@ -124,6 +124,10 @@ def make(name: str, folder: Path, modules: int = 1) -> Made:
         module |= _module(meaning.of(number), load_file(folder / "donor" / "model.safetensors"), generator)
         if "enorm" in meaning.token_norm:
             copies |= {meaning.of(number).own + end: torch.zeros(tiny.VOCAB, tiny.WIDTH) for end in ENDS}
+        donor.model.layers, donor.model.norm = donor.model.layers[LAST:], nn.Identity()
+        # Masks are chosen by a layer's place in the list, not by its number.
+        if kinds := getattr(donor.config, "layer_types", None):
+            donor.config.layer_types = kinds[LAST:] * len(kinds)
     hf.save(target, name, folder)
     inside = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(inside | module | copies, folder / "model.safetensors")

@@ -140,6 +140,27 @@ def test_tensors_that_are_missing_or_broken_are_named(tensor: str, folder: Path)
     assert "NaN or infinity" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"weight": torch.float8_e4m3fn}, "weight is F8_E4M3"),
+        ({"weight": torch.int8}, "weight is I8"),
+        ({"qweight": torch.int32}, "qweight is I32"),
+        ({"weight": torch.bfloat16, "weight_scale_inv": torch.float32}, "weight_scale_inv is F32"),
+    ],
+)
+def test_quantised_tensors_that_no_file_speaks_of_are_named(
+    stored: dict[str, torch.dtype], said: str, folder: Path
+) -> None:
+    """None of them may be taken for a weight and widened."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    part = "model.layers.2.self_attn.q_proj."
+    shape = tensors.pop(part + "weight").shape
+    tensors |= {part + name: torch.zeros(shape, dtype=dtype) for name, dtype in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert f"quantised (not stated, {part}{said})" in refusal(folder)
+
+
 def test_without_transformers_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from outrider.errors import DrafterMismatch, OutriderError
 from outrider.types import Request
 from tests.kit import hf, hf_mtp, scripted, threads, tiny
 from tests.kit.hf_mtp import MEANINGS, Made
-from tests.kit.overheard import Round, overheard, rounds_of
+from tests.kit.overheard import Overheard, Round, overheard, rounds_of, spoil_unused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,13 +67,14 @@ def test_the_recomputation_would_see_another_meaning(made: Made) -> None:
             compare(replace(made, meaning=replace(meaning, **change)), rounds)
 
 
-def test_several_modules_draft_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 3), ("glm4_moe", 2), ("minimax_m3", 2), ("qwen3_5", 2)])
+def test_several_modules_draft_in_turn(name: str, modules: int, tmp_path: Path) -> None:
     """Also where the first comes round again; requests of one block share a prefix."""
-    made = hf_mtp.make("glm4_moe", tmp_path, modules=2)
+    made = hf_mtp.make(name, tmp_path, modules=modules)
     model, requests = made.load(), requests_of(1, 30, 46)
     requests.append(tiny.make_request("same", [*requests[1].prompt_ids, 7], seed=3, max_tokens=9))
     script = scripted.Mixed(scripted.Truth(model, requests), 0.6, seed=1)
-    settings = {"method": "mtp", "num_speculative_tokens": 4}
+    settings = {"method": "mtp", "num_speculative_tokens": 2 * modules}
     rounds = rounds_of(overheard(model, settings, script, max_num_batched_tokens=16), requests)
     assert len(rounds) > 8
     compare(made, rounds)
@@ -80,12 +82,23 @@ def test_several_modules_draft_in_turn(tmp_path: Path) -> None:
         compare(replace(made, donors=made.donors[::-1]), rounds)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
-def test_greedy_text_is_the_targets_own(made: Made, num_tokens: int) -> None:
-    model, requests = made.load(), requests_of(1, 17)
-    engine = tiny.make_engine(model, speculative={"method": "mtp", "num_speculative_tokens": num_tokens})
-    assert tiny.tokens_of(engine, requests) == tiny.tokens_of(tiny.make_engine(model), requests)
-    assert engine.stats.speculation.num_draft_tokens > 0
+def test_every_length(made: Made) -> None:
+    """N = 1 to 8, verified by a script and by the module itself: drafts as recomputed, the text the target's own."""
+    model, requests = made.load(), requests_of(1, 17, 34)
+    expected = tiny.tokens_of(tiny.make_engine(model), requests)
+    script = scripted.Mixed(scripted.Truth(model, requests, num_extra=8), 0.7, seed=4)
+    for num_tokens in range(1, 9):
+        settings = {"method": "mtp", "num_speculative_tokens": num_tokens}
+        engine = overheard(model, settings, script)
+        results = tiny.run(engine, requests, each_step=spoil_unused)
+        assert {name: result.tokens for name, result in results.items()} == expected
+        counters = engine.stats.speculation
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+        assert isinstance(engine.drafter, Overheard)
+        compare(made, engine.drafter.rounds[:: 1 + num_tokens // 2])
+        engine = tiny.make_engine(model, speculative=settings)
+        assert tiny.tokens_of(engine, requests) == expected
+        assert engine.stats.speculation.num_draft_tokens > 0
 
 
 def test_n_is_what_the_checkpoint_says(made: Made) -> None:
@@ -121,6 +134,17 @@ def refusal(made: Made, kind: type[OutriderError] = OutriderError) -> str:
         tiny.make_engine(made.load(), speculative={"method": "mtp", "num_speculative_tokens": 2})
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_target_without_a_module_is_refused(tmp_path: Path) -> None:
+    """Also where config.json counts one that the file does not have."""
+    folder = hf.save(hf.reference("glm4_moe"), "glm4_moe", tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    for count in ({}, {"num_nextn_predict_layers": 1}):
+        (folder / "config.json").write_text(json.dumps(raw | count), encoding="utf-8")
+        with pytest.raises(DrafterMismatch, match=f"target {folder} has no multi-token prediction module") as caught:
+            registry.resolve(SpeculativeConfig.parse({"method": "mtp"}), hf.load(folder))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "minimax_m3"])

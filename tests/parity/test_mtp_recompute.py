@@ -19,7 +19,7 @@ from outrider.models.llama import LlamaModel
 from tests.kit import mtp, scripted, threads, tiny
 from tests.kit.mtp import MIMO, QWEN, VARIANTS, Made, Meaning
 from tests.kit.mtp_reference import MtpReference
-from tests.kit.overheard import Overheard, Round, overheard, requests_of, rounds_of
+from tests.kit.overheard import Overheard, Round, overheard, requests_of, rounds_of, spoil_unused
 
 TEMPERATURE = 0.8
 BOTH = ("mimo", "qwen")
@@ -121,6 +121,23 @@ def test_what_is_drawn_is_drawn_from_the_recomputed_distribution(name: str, veri
     rounds = rounds_of(hear(model, script, speculative=speculative), requests)
     assert len(rounds) > 10
     compare(made, rounds, sampled=True)
+
+
+@pytest.mark.parametrize(("name", "modules"), [("mimo", 1), ("qwen", 1), ("mimo of two", 2), ("qwen of three", 3)])
+def test_every_length(name: str, modules: int, tmp_path: Path) -> None:
+    """N = 1 to 8 where the number of modules allows it: drafts as recomputed, and the target's own greedy text."""
+    made = VARIANTS[name]()
+    model, requests = made.load(tmp_path), requests_of((1, 17, 34))
+    expected = tiny.tokens_of(tiny.make_engine(model), requests)
+    script = scripted.Mixed(scripted.Truth(model, requests), 0.7, seed=4)
+    for num_tokens in [n for n in range(1, 9) if n <= modules or n % modules == 0]:
+        engine = hear(model, script, speculative={"num_speculative_tokens": num_tokens})
+        results = tiny.run(engine, requests, each_step=spoil_unused)
+        assert {key: result.tokens for key, result in results.items()} == expected
+        counters = engine.stats.speculation
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+        assert isinstance(engine.drafter, Overheard)
+        compare(made, engine.drafter.rounds[:: 1 + num_tokens // 2])
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -113,6 +113,17 @@ def test_missing_and_misshapen_tensors_are_named(tensors: dict[str, Tensor]) -> 
         check_tensors(tensors | {name: whole.to(torch.int8)}, CONFIG, source="here")
 
 
+@pytest.mark.parametrize("packed", ["qweight", "weight_packed", "absmax"])
+def test_packed_weights_in_place_of_whole_ones_are_named(tensors: dict[str, Tensor], packed: str) -> None:
+    name = "model.layers.1.self_attn.k_proj."
+    del tensors[name + "weight"]
+    tensors[name + packed] = torch.zeros(4, 1, dtype=torch.int32)
+    with pytest.raises(
+        LoadError, match=rf"here: the weights are quantised \(not stated, {name}{packed} is torch.int32"
+    ):
+        check_tensors(tensors, CONFIG, source="here")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_one_value_that_is_not_finite_is_refused(tensors: dict[str, Tensor], value: float, dtype: torch.dtype) -> None:
