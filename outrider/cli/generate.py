@@ -44,7 +44,8 @@ def run(options: GenerateOptions) -> None:
     try:
         (_print_json if options.json else _print_stream)(generation)
     finally:
-        print(_summary(generation.outputs, time.perf_counter() - started), file=sys.stderr)
+        seconds, saved_s = time.perf_counter() - started, llm.engine.stats.saved_s
+        print(_summary(generation.outputs, seconds, saved_s), file=sys.stderr)
 
 
 def _encode(llm: LLM, prompt: str, options: GenerateOptions) -> Prompt:
@@ -87,7 +88,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+def _summary(outputs: list[RequestOutput], seconds: float, saved_s: float) -> str:
     choices = [choice for output in outputs for choice in output.outputs]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     stats = [choice.stats for choice in choices if choice.stats is not None]
@@ -96,5 +97,7 @@ def _summary(outputs: list[RequestOutput], seconds: float) -> str:
     if rounds:
         accepted, drafted = (sum(getattr(item, name) for item in stats) for name in ("num_accepted", "num_drafted"))
         line += f"; mean acceptance length {1 + accepted / rounds:.2f}, acceptance rate {accepted / drafted:.0%}"
+    if any(item.saved_s is not None for item in stats):
+        line += f"; drafts {'saved' if saved_s >= 0 else 'cost'} about {abs(saved_s):.2f} s"
     errors = {item.drafting_error for item in stats if item.drafting_error}
     return line + "".join(f"; drafting stopped: {error}" for error in errors)

@@ -119,13 +119,29 @@ def draft_config(
 
 
 def unsure_norm(teacher: Teacher) -> Tensor:
-    """A draft network's final norm [D] to start from: the target's, small enough that logits say little yet.
+    """A draft network's final norm [D] to start from, so small that its logits say little yet.
 
-    A share that suits one family is sure of nonsense in another: Gemma's norms are twenty times Llama's.
+    A share of the target's own where that is enough, as with Llama; Gemma's are large and uneven, so a flat one.
     """
-    # Of a state with a root mean square of 1 and random signs, a row's logit varies by the size of norm x row.
-    spread = float((teacher.head.float() * teacher.norm_weight).pow(2).sum(1).mean().sqrt())
-    return teacher.norm_weight * min(UNSURE, _SPREAD / spread)
+    share = teacher.norm_weight * UNSURE
+    if _spread(teacher, share) <= _SPREAD:
+        return share
+    flat = torch.ones_like(share)
+    return flat * (_SPREAD / _spread(teacher, flat))
+
+
+def tap_norm(teacher: Teacher) -> Tensor:
+    """The norm [D] through which taps are read at first: flat, or the target's last one where that is uneven.
+
+    Nine tenths of a Gemma's residual are in one dimension, which says nothing; its own norms make up for that.
+    """
+    weight = teacher.norm_weight
+    return torch.ones_like(weight) if weight.std() < weight.mean() else weight / weight.mean()
+
+
+def _spread(teacher: Teacher, norm: Tensor) -> float:
+    """Standard deviation of the logits of states with a mean square of 1 and random signs, after that norm [D]."""
+    return float((teacher.head.float() * norm).pow(2).sum(1).mean().sqrt())
 
 
 def fresh_layers(teacher: Teacher, model: ModelConfig, init: Init, *, adds: float) -> dict[str, Tensor]:

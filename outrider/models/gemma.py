@@ -54,6 +54,7 @@ class GemmaModel:
         for layer in config.layers:
             if layer.kind not in tables:
                 tables[layer.kind] = layer_tables(layer, max_len, self.embedding.device)
+        self._windows = {layer.window for layer in config.layers}
         self.layers = [
             DecoderLayer(config, index, tensors, tables[layer.kind]) for index, layer in enumerate(config.layers)
         ]
@@ -89,7 +90,7 @@ class GemmaModel:
         """Run all rows; `taps` names residual streams by the number of layers that have run (0: the embedding)."""
         residual = take_rows(self.embedding, batch.ids) * self._scale
         told = None if self.per_layer is None else self.per_layer(batch.ids, residual)
-        starts = {layer.window: batch.starts(layer.window) for layer in self.config.layers}
+        starts = {window: batch.starts(window) for window in self._windows}
         tapped = []
         for index, layer in enumerate(self.layers):
             if index in taps:

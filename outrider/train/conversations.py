@@ -54,7 +54,12 @@ class Chat:
         return "enable_thinking" in (self.tokenizer.chat_template or "")
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation that the target is to go on with. Raises Refused."""
+        """Ids of a conversation that the target is to go on with. Raises Refused.
+
+        A target without a chat template goes on with a lone prompt as it is.
+        """
+        if self.tokenizer.chat_template is None and len(messages) == 1:
+            return self._ids(messages[0]["content"], is_whole=True)
         return self._ids(self._text(messages, is_open=True))
 
     def read(self, messages: Sequence[Message]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -121,9 +126,9 @@ class Chat:
         except RequestError as error:
             raise Refused(str(error)[:_LONGEST_REASON]) from error
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, *, is_whole: bool = False) -> list[int]:
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(text, add_special_tokens=is_whole)
         except RequestError as error:
             raise Refused("not valid Unicode text") from error
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.differentiable import (
-    UNSURE,
     Rope,
     Weights,
     draft_config,
     fresh_fusion,
     fresh_layers,
     random_matrix,
+    tap_norm,
+    unsure_norm,
 )
 from outrider.drafting.speculators import layer_table, speculators_keys
 from outrider.drafting.train_config import TrainConfig
@@ -52,9 +53,9 @@ class Eagle3Trainee:
             )
         tensors[_LAYER + "hidden_norm.weight"] = tensors[_LAYER + "input_layernorm.weight"].clone()
         tensors[_LAYER + "input_layernorm.weight"] = torch.ones(width)
-        tensors["norm.weight"] = self._teacher.norm_weight * UNSURE
+        tensors["norm.weight"] = unsure_norm(self._teacher)
         tensors["fc.weight"] = fresh_fusion(len(self.taps), width)
-        return tensors | {f"fc_norm.{index}.weight": torch.ones(width) for index in range(len(self.taps))}
+        return tensors | {f"fc_norm.{index}.weight": tap_norm(self._teacher) for index in range(len(self.taps))}
 
     def loss(self, batch: TrainingBatch, generator: torch.Generator) -> TrainingLoss:
         """Summed over rows and steps, later steps weighted less; to be divided by the number of rows."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.drafting.differentiable import UNSURE, tap_norm, unsure_norm
 from outrider.drafting.training import Teacher, TrainingBatch
 from outrider.errors import ConfigError
 from outrider.llm import LLM
@@ -61,6 +62,19 @@ def test_a_packed_matrix_gives_its_rows_back(dtype: torch.dtype) -> None:
     for rows, columns in ((5, 34), (32, 64), (70, 16), (3, 7)):
         weight = torch.randn(rows, columns).to(dtype)
         assert torch.equal(Linear(weight).rows(), weight)
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_a_fresh_network_is_unsure_whatever_the_size_of_the_targets_norm(size: float) -> None:
+    """A norm that is small is shared, a large and uneven one is not: logits say little, and taps are evened out."""
+    model: Any = gemma_model("gemma3")
+    model.norm.weight *= size * (1 + 2 * (torch.arange(tiny.WIDTH) % 8 == 0))
+    teacher = Teacher.of(model, torch.arange(tiny.VOCAB), dtype=torch.float32, name="tiny")
+    states = torch.randn(400, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
+    logits = (states * unsure_norm(teacher)) @ teacher.head.T
+    assert float(logits.std()) < 2.2
+    assert torch.equal(unsure_norm(teacher), UNSURE * teacher.norm_weight) == (size == 1)
+    assert float(tap_norm(teacher).mean()) == pytest.approx(1)
 
 
 def test_training_raises_what_the_engine_accepts(
