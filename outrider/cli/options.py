@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
 
 Options = TypeVar("Options")
-MODEL_HELP = "smollm2, a Hugging Face folder, a GGUF file, or a hub name."
+MODEL_HELP = "smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, or a hub name."
 
 
 def verb(app: typer.Typer, name: str, options: type[Options]) -> Callable[[Callable[[Options], None]], None]:

@@ -8,13 +8,14 @@ from then on (costs.py). Not a benchmark.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,7 +41,7 @@ _VERIFY_S, _DRAFT_S = 1.1, 0.5  # seconds that measuring may take; what has begu
 _REPEATS = 3
 _LEAST_SLOPE = 1 / 64  # of the cost of a step, for a row more, where nothing was measured
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_REQUESTS = (1, 8, 32, 4, 16, 2)  # the order in which they are measured
+_REQUESTS, _FEW = (1, 8, 32, 4, 16, 2), 8  # the order in which they are measured
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def step_costs(setup: Setup) -> StepCosts:
     """The costs of this setup on this machine: read from the cache folder, else measured and kept there."""
     path = cache_folder() / "costs" / f"{_key(setup)}.json"
     costs = StepCosts.load(path)
+    _warm_up(setup)
     if costs is None or costs.num_tokens != setup.speculative.num_speculative_tokens:
         costs = measure(setup)
         try:
@@ -67,14 +69,23 @@ def step_costs(setup: Setup) -> StepCosts:
     return costs
 
 
+def _warm_up(setup: Setup) -> None:
+    """Draft once: the first proposal of a process takes many times as long as all others, and would be a debit."""
+    with contextlib.suppress(Exception), _sequences(setup, 1, _CONTEXT_LEN) as sequences:
+        _propose(setup, sequences, setup.speculative.num_speculative_tokens)
+
+
 def measure(setup: Setup) -> StepCosts:
-    """The same, measured now. A drafter that fails here costs nothing here: it will be heard of when it is used."""
-    verify = dict(_verify_costs(setup))
+    """The same, measured now; what cannot be is 0 until real steps say more.
+
+    A cache may be too small for it. A drafter that fails here will be heard of when it is used.
+    """
+    verify = dict(_verify_costs(setup)) or {1: 0.0}
+    draft, fill_s = {1: [0.0] * setup.speculative.num_speculative_tokens}, 0.0
     try:
-        draft, fill_s = _draft_costs(setup)
+        draft, fill_s = _draft_costs(setup) or (draft, fill_s)
     except Exception as error:
         _log.warning("the drafter's cost cannot be measured: %s", error)
-        draft, fill_s = {1: [0.0] * setup.speculative.num_speculative_tokens}, 0.0
     requests = sorted(draft)
     rows, verify_s = _continued(verify, _most_rows(setup))
     return StepCosts(rows, verify_s, requests, [draft[key] for key in requests], fill_s)
@@ -100,7 +111,7 @@ def _verify_costs(setup: Setup) -> Iterator[tuple[int, float]]:
     longest, began = setup.speculative.num_speculative_tokens, time.perf_counter()
     context_len = _CONTEXT_LEN if setup.target.model.shares_prefixes else 0
     with _sequences(setup, setup.config.max_num_seqs, context_len) as sequences:
-        for rows in _ROWS:
+        for rows in _ROWS if sequences else ():
             count = min(rows, len(sequences))
             drafts = [rows // count - 1 + (index < rows % count) for index in range(count)]
             if max(drafts) > longest or rows > _most_rows(setup):
@@ -112,12 +123,16 @@ def _verify_costs(setup: Setup) -> Iterator[tuple[int, float]]:
                 return
 
 
-def _draft_costs(setup: Setup) -> tuple[dict[int, list[float]], float]:
+def _draft_costs(setup: Setup) -> tuple[dict[int, list[float]], float] | None:
     """Seconds of a proposal by requests and length (from 1), and of a row that the drafter has yet to see."""
     longest, began = setup.speculative.num_speculative_tokens, time.perf_counter()
     found: dict[int, list[float]] = {}
     fill_s = 0.0
-    with _sequences(setup, setup.config.max_num_seqs, _CONTEXT_LEN) as sequences:
+    # Where texts cannot share blocks, each has to be read: that of a few will do.
+    most = min(setup.config.max_num_seqs, max(_REQUESTS) if setup.target.model.shares_prefixes else _FEW)
+    with _sequences(setup, most, _CONTEXT_LEN) as sequences:
+        if not sequences:
+            return None
         for count in sorted({min(count, len(sequences)) for count in _REQUESTS}, key=_order):
             chosen = sequences[:count]
             first_s = _seconds(partial(_propose, setup, chosen, 1), began, 0.0)
@@ -155,16 +170,16 @@ def _propose(setup: Setup, sequences: list[Sequence], length: int) -> None:
 
 
 def _seconds(run: Callable[[], None], began: float, limit_s: float) -> float:
-    """The quickest of a few runs, fewer when time is short: whatever else the machine does only adds."""
+    """The median of a few runs, fewer when time is short."""
     taken: list[float] = []
     while len(taken) < _REPEATS and (not taken or time.perf_counter() - began < limit_s):
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)
-    return min(taken)
+    return statistics.median(taken)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sequences(setup: Setup, most: int, context_len: int) -> Iterator[list[Sequence]]:
     """Up to so many sequences of a text of that length and an anchor, the text computed; as many as blocks allow.
 
@@ -172,7 +187,8 @@ def _sequences(setup: Setup, most: int, context_len: int) -> Iterator[list[Seque
     """
     pool, model = setup.target.pool, setup.target.model
     longest = setup.speculative.num_speculative_tokens
-    context_len = min(context_len, max(0, setup.target.max_len - longest - 2)) // pool.block_size * pool.block_size
+    room = min(setup.target.max_len, pool.num_free * pool.block_size) - longest - 2
+    context_len = min(context_len, max(0, room)) // pool.block_size * pool.block_size
     shared = (pool.allocate(context_len // pool.block_size) or []) if model.shares_prefixes else []
     tail_len = longest + 2 + (0 if shared else context_len)
     ids = tuple(index % 7 % model.config.vocab_size for index in range(context_len + 1))

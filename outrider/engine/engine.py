@@ -156,7 +156,7 @@ class Engine:
         return [next(found) if entry.samples else None for entry in entries]
 
     def _commit(self, done: _Round, scores: _Logprobs) -> list[StepOutput]:
-        outputs, gain = [], 0.0
+        outputs, gains = [], []
         for index, (entry, verdict) in enumerate(zip(done.entries, done.verdicts, strict=True)):
             sequence = entry.sequence
             sequence.num_computed += entry.num_rows
@@ -167,12 +167,12 @@ class Engine:
             if done.price is not None and entry.num_rows == 1:
                 gained_s = (len(tokens) - 1) * done.price.plain_s
                 sequence.save(gained_s - done.price.extra_s)
-                gain += gained_s
+                gains.append(gained_s)
             num_rows = len(done.proposal.tokens[index]) + 1
             wanted = scores.take(num_rows, tokens, sequence.request.params.logprobs)
             outputs.append(self._output(sequence, tokens, wanted))
         if done.price is not None:
-            self.stats.saved_s += gain / len(done.entries) - done.price.extra_s
+            self.stats.saved_s += sum(gains) / len(gains) - done.price.extra_s
         return outputs
 
     def _commit_tokens(

@@ -6,7 +6,8 @@ for trying. An account that runs out is closed: its requests go without drafts u
 together for another trial. So drafts cost at most a first allowance plus that share, whatever they are worth. Not here:
 how many drafts are best (budget.py), which is asked first; this is the check that the answer was right.
 
-A drafter that catches up on a text does so for many rounds to come, so that debit is spread over some.
+A drafter that catches up on a text does so for many rounds to come, so that debit is spread over some; what of it is
+still owed when an account closes is due at once.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Guard:
         account.credit_s = min(account.credit_s + gain_s - (cost_s - fill_s) - part, _MOST * plain_s)
         if account.credit_s < 0:
             account.is_closed = True
+            account.credit_s, account.owed_s = account.credit_s - account.owed_s, 0.0
 
     def spend_trial(self, account: Account, cost_s: float) -> None:
         """Enter what a trial cost that the rule did not ask for."""

@@ -160,7 +160,7 @@ class AdaptiveLengths:
         if not count:
             return []
         ceilings = np.array([draft_budget(sequence, self._config, count) for sequence in sequences])
-        if not ceilings.any() or (self._guard is not None and self._rests(count)):
+        if not ceilings.any() or (self._guard is not None and self._rests()):
             return [0] * count
         lengths = np.fromiter((sequence.num_tokens for sequence in sequences), dtype=np.int64, count=count)
         budgets = self._decide(ceilings, lengths - self._filled[slots])
@@ -172,43 +172,50 @@ class AdaptiveLengths:
         plain_s = float(self.costs.verify(count))
         accounts = {}
         if self._guard is not None:
-            for index in np.unique(self.survival.class_of[slots]).tolist():
+            for index in set(self.survival.class_of[slots].tolist()):
                 accounts[index] = self._guard.account(index, count, plain_s)
         self._step = _Step(slots, num_prompt_rows, plain_s, accounts, count / plain_s)
         self._drafts = None
         self._running[slots], self._is_trial[slots] = 1.0, False
 
-    def _rests(self, count: int) -> bool:
+    def _rests(self) -> bool:
         """Whether this step goes without drafts without asking again."""
-        if self._idle_requests == count and self._idle_steps < _REVIEW_STEPS:
-            self._idle_steps += 1
+        step, count = self._step, len(self._step.slots)
+        # A plain step shows what plain decoding takes: the first, then now and then, rarer where it loses more.
+        patience = _PLAIN_STEPS * max(1.0, 4 * (self._gain - 1))
+        if not step.num_prompt_rows and (self._steps_since_plain >= patience or not self.costs.knows_plain(count)):
             return True
-        # The more there is to lose by it, the rarer.
-        return self._steps_since_plain >= _PLAIN_STEPS * max(1.0, 4 * (self._gain - 1))
+        self._idle_steps += 1
+        return self._idle_requests == count and self._idle_steps <= _REVIEW_STEPS
 
     def _decide(self, ceilings: Ints, behind: Ints) -> Ints:
         """Budgets [R]; `behind` [R] tells the rows that the drafter has yet to see."""
         slots = self._step.slots
         if self._guard is None:
-            self._choose(slots, ceilings)
-            # What is never verified teaches nothing: now and then one request's drafts are, whatever they promise.
-            self._num_decisions += 1
-            self._is_trial[slots[:: len(slots)]] = self._num_decisions % _REVIEW_STEPS == 0
-            return ceilings
+            return self._unguarded(ceilings)
         classes = self.survival.class_of[slots]
         is_open = np.array([not self._step.accounts[index].is_closed for index in classes.tolist()])
-        is_known = self.survival.num_rounds[classes] >= _TRIAL_ROUNDS
+        may = is_open & (self.survival.num_rounds[classes] >= _TRIAL_ROUNDS) & (ceilings > 0)
         budgets = np.zeros(len(slots), dtype=np.int64)
-        may = is_open & is_known & (ceilings > 0)
         if may.any():
             budgets[may] = self._ruled(slots[may], ceilings[may], behind[may])
         self.survival.rest(slots[budgets == 0])
         for index, account in self._step.accounts.items():
             mine = np.flatnonzero((classes == index) & (ceilings > 0))
-            if len(mine) and is_open[mine[0]] and not budgets[mine].any():
-                in_hand_s = account.trial_s if is_known[mine[0]] else account.credit_s
-                self._try(mine[np.argsort(behind[mine], kind="stable")], in_hand_s, ceilings, behind, budgets)
+            if len(mine) and not account.is_closed and not budgets[mine].any():
+                few = mine[np.argsort(behind[mine], kind="stable")][: max(1, len(mine) // 16)]
+                wanted = np.minimum(ceilings[few], _PROBE_TOKENS)
+                if self._affords_trial(index, account, wanted, behind[few]):
+                    budgets[few], self._is_trial[slots[few]] = wanted, True
         return budgets
+
+    def _unguarded(self, ceilings: Ints) -> Ints:
+        """Every request drafts; what is never verified teaches nothing, so now and then all drafts of one are."""
+        slots = self._step.slots
+        self._choose(slots, ceilings)
+        self._num_decisions += 1
+        self._is_trial[slots[0]] = self._num_decisions % _REVIEW_STEPS == 0
+        return ceilings
 
     def _ruled(self, slots: Ints, ceilings: Ints, behind: Ints) -> Ints:
         """What the rule gives to requests that may draft, [R]; zeros where not drafting is better."""
@@ -225,8 +232,8 @@ class AdaptiveLengths:
         """The rule, going by earlier rounds: N, and drafts by request. Notes what it expects of the step."""
         step, longest = self._step, int(ceilings.max())
         forecast = self.survival.forecast(slots)[:, :longest] * (np.arange(longest) < ceilings[:, None])
-        draft_s = self.costs.draft(len(slots))[: longest + 1]
-        draft_s[1:] += fill_s
+        draft_s = self.costs.draft(len(slots))[: longest + 1] + fill_s
+        draft_s[0] = 0.0
         verify_s = self.costs.verify(step.num_rows + np.arange(int(ceilings.sum()) + 1))
         choice = best_length(forecast, len(step.slots), draft_s, verify_s)
         step.rate, step.num_wanted = choice.tokens_per_s, choice.num_verified
@@ -235,30 +242,32 @@ class AdaptiveLengths:
             return 0, np.zeros_like(ceilings)
         return choice.num_tokens, allocate(forecast[:, : choice.num_tokens], choice.num_verified)
 
-    def _try(self, candidates: Ints, in_hand_s: float, ceilings: Ints, behind: Ints, budgets: Ints) -> None:
-        """Let the first few candidates draft a little, if that is in hand, to learn what drafts are worth."""
-        chosen = candidates[: max(1, len(candidates) // 16)]
-        wanted = np.minimum(ceilings[chosen], _PROBE_TOKENS)
-        rows = np.array([self._step.num_rows, self._step.num_rows + int(wanted.sum())])
+    def _affords_trial(self, index: int, account: Account, wanted: Ints, behind: Ints) -> bool:
+        """Whether an account has what it costs to let a few of its class draft, to learn what drafts are worth.
+
+        The first drafts of a class are hoped to go on, so that catching up pays itself over rounds to come.
+        """
+        is_known = self.survival.num_rounds[index] >= _TRIAL_ROUNDS
+        rows = self._step.num_rows + np.array([0, int(wanted.sum())])
         plain_s, verify_s = self.costs.verify(rows).tolist()
-        draft_s = self.costs.draft(len(chosen))[wanted.max()] + self.costs.fill_s * behind[chosen].sum()
-        if in_hand_s >= verify_s - plain_s + draft_s:
-            budgets[chosen] = wanted
-            self._is_trial[self._step.slots[chosen]] = True
+        fill_s = self.costs.fill_s * float(behind.sum()) / (1 if is_known else _HORIZON)
+        cost_s = verify_s - plain_s + self.costs.draft(len(wanted))[wanted.max()] + fill_s
+        return bool(cost_s <= (account.trial_s if is_known else account.credit_s))
 
     # ---- while it is made ----
 
     def goes_on(self, place: int, slots: Ints, top_probs: Floats) -> npt.NDArray[np.bool_]:
         """Whom the next draft is worth its cost for: its chance, at the step's rate, against a row and a draft more."""
+        if self._is_sampled or place + 1 == self.survival.num_tokens:
+            return np.full(len(slots), self._is_sampled)
         self._asks = True
-        if place + 1 >= self.survival.num_tokens:
-            return np.zeros(len(slots), dtype=np.bool_)
         step, survival = self._step, self.survival
         self._running[slots] *= survival.confidence_at(slots, place, log_odds(top_probs))
         hoped = self._running[slots] * survival.next_confidence(slots, place + 1)
-        rows = step.num_rows + max(step.num_wanted, 1) + np.array([0, len(slots)])
-        first_s, last_s = self.costs.verify(rows).tolist()
-        worth = hoped - step.rate * (last_s - first_s) / len(slots)
+        # Not the next row's own cost: `keep` looks at the curve's steps, this must not stop before one.
+        num_wanted = max(step.num_wanted, len(slots))
+        plain_s, full_s = self.costs.verify(step.num_rows + np.array([0, num_wanted])).tolist()
+        worth = hoped - step.rate * (full_s - plain_s) / num_wanted
         wanted: npt.NDArray[np.bool_] = worth > 0
         draft_s = self.costs.draft(int(wanted.sum()))
         if worth[wanted].sum() <= step.rate * (draft_s[place + 2] - draft_s[place + 1]):
@@ -299,10 +308,11 @@ class AdaptiveLengths:
         base_s, rest_s = self.costs.verify(np.array([num_base, num_base + num_verified])).tolist()
         if is_pure:
             self.costs.observe_verify(num_base + num_verified, times.verify_s + times.other_s)
-        for account in step.accounts.values():
-            self._grant(account, times.total_s)
+        if self._guard is not None:
+            for account in step.accounts.values():
+                self._guard.grant(account, times.total_s / len(step.accounts), step.plain_s)
         if drafts is None:
-            self._steps_since_plain = 0
+            self._steps_since_plain = 0 if is_pure else self._steps_since_plain
             return None
         self._steps_since_plain += 1
         fill_s, draft_s = self._observe_draft(entries, drafts, times)
@@ -311,10 +321,6 @@ class AdaptiveLengths:
         price = Price(step.plain_s, spent_s - (step.plain_s if is_pure else base_s))
         self._settle(drafts, verdicts, price, fill_s)
         return price
-
-    def _grant(self, account: Account, seconds: float) -> None:
-        assert self._guard is not None
-        self._guard.grant(account, seconds, self._step.plain_s)
 
     def _observe_draft(self, entries: Items[Entry], drafts: _Drafts, times: StepTimes) -> tuple[float, float]:
         """Seconds that catching up took of the drafting, and what the tables say of the rest."""

@@ -5,12 +5,15 @@ drafter said of it: its confidence head's probability, else that of its likelies
 acceptance so far is all there is). w, b and c_i (one a draft position) are learned for each class of requests, u for
 each request. Products along a chain are survivals. A draft after a rejected one was not tested and teaches nothing.
 
-Learning takes one Newton step for each round's verdicts, over a curvature that forgets. Sources: vLLM 0.32
-`acceptance_estimator.py` (the model and its start); the step is the extended Kalman filter's. Legend: R requests that
-drafted, N draft positions, S slots.
+Learning takes one Newton step for each round's verdicts, over a curvature that forgets. What is asked for is hopeful:
+one standard error of b above the estimate, so that what little was seen of is tried before it is given up.
+Sources: vLLM 0.32 `acceptance_estimator.py` (the model and its start); the step is the extended Kalman filter's.
+Legend: R requests that drafted, N draft positions, S slots.
 """
 
 from __future__ import annotations
+
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +29,7 @@ _START_OF_TOP_PROBS, _START_OF_HEADS = (0.5, -0.2), (1.0, 0.0)
 _START_ODDS = 1.0  # of a draft that nobody has seen the like of: the drafter gives it 73%
 _PRIOR_SLOPE, _PRIOR_LEVEL, _PRIOR_PLACE, _PRIOR_REQUEST = 8.0, 2.0, 6.0, 5.0
 _MEMORY, _REQUEST_MEMORY = 600.0, 40.0  # verdicts after which old ones count a third
-_ODDS_STEP = 0.2
+_ODDS_STEP = 0.1
 
 
 class Survival:
@@ -50,6 +53,7 @@ class Survival:
         self._weights[:, :2] = start
         self._curvature = np.zeros((_MOST_CLASSES, size, size))
         self._prior = np.diag([_PRIOR_SLOPE, _PRIOR_LEVEL, *[_PRIOR_PLACE] * self.num_tokens])
+        self._hope = np.full(_MOST_CLASSES, _PRIOR_LEVEL**-0.5)
 
     def begin(self, slot: int, workload: str) -> None:
         """A request of this class starts in a slot; beyond so many classes, all further ones count as the unnamed."""
@@ -68,8 +72,8 @@ class Survival:
             self._start(_START_OF_HEADS)
         found = np.zeros((len(proposal.tokens), self.num_tokens))
         if said is not None:
-            for row, values in zip(found, said, strict=True):
-                row[: len(values)] = log_odds(np.array(values))
+            lengths = np.fromiter(map(len, said), dtype=np.int64, count=len(said))
+            found[np.arange(self.num_tokens) < lengths[:, None]] = log_odds(np.array(list(chain.from_iterable(said))))
         return found
 
     def forecast(self, slots: Ints) -> Floats:
@@ -82,8 +86,7 @@ class Survival:
 
     def confidence_at(self, slots: Ints, place: int, odds: Floats) -> Floats:
         """The same of drafts [R] at one place that the drafter gives these log-odds."""
-        weights = self._weights[self.class_of[slots]]
-        return _sigmoid(weights[:, 0] * odds + weights[:, 1] + weights[:, 2 + place] + self._level[slots])
+        return self._confidence(slots, odds[:, None])[:, place]
 
     def survivals(self, slots: Ints, odds: Floats, lengths: Ints) -> Floats:
         """Survivals [R, N] of drafts that are made; 0 beyond a chain's length."""
@@ -94,51 +97,54 @@ class Survival:
         """Take the verdicts of a round: how many drafts of each request were made, verified and accepted, [R]."""
         places = np.arange(self.num_tokens)
         tested = places < np.minimum(verified, accepted + 1)[:, None]
-        expected = self._confidence(slots, odds)
+        expected = self._confidence(slots, odds, hopeful=False)
         errors = tested * ((places < accepted[:, None]) - expected)
         curvature = tested * expected * (1 - expected)
         self._learn_requests(slots, errors.sum(axis=1), curvature.sum(axis=1), tested.sum(axis=1))
-        classes = self.class_of[slots]
-        for index in np.unique(classes).tolist():
-            mine = classes == index
-            self._learn_class(index, odds[mine], errors[mine], curvature[mine], tested[mine])
+        rows, at = np.nonzero(tested)
+        classes, seen = self.class_of[slots], np.zeros((len(rows), self.num_tokens + 2))
+        seen[:, 0], seen[:, 1], seen[np.arange(len(rows)), 2 + at] = odds[rows, at], 1.0, 1.0
+        for index in set(classes.tolist()):
+            mine = classes[rows] == index
+            self.num_rounds[index] += np.count_nonzero(at[mine] == 0)
+            self._learn_class(index, seen[mine], errors[rows, at][mine], curvature[rows, at][mine])
         self._remember(slots, odds, drafted)
 
     def rest(self, slots: Ints) -> None:
-        """These requests went without drafts: what is known of each of them fades."""
+        """These requests went without drafts: what is known of each of them fades, and slowly that of their classes."""
         self._level[slots] *= 0.98
         self._level_weight[slots] *= 0.98
+        for index in set(self.class_of[slots].tolist()):
+            self._curvature[index] *= 1 - 1 / _MEMORY
+            self._hope[index] = (self._curvature[index, 1, 1] + _PRIOR_LEVEL) ** -0.5
 
-    def _confidence(self, slots: Ints, odds: Floats) -> Floats:
-        weights = self._weights[self.class_of[slots]]
-        return _sigmoid(weights[:, :1] * odds + weights[:, 1:2] + weights[:, 2:] + self._level[slots, None])
+    def _confidence(self, slots: Ints, odds: Floats, *, hopeful: bool = True) -> Floats:
+        """Of each draft given those before it, [R, N]."""
+        classes = self.class_of[slots]
+        weights = self._weights[classes]
+        level = weights[:, 1] + self._level[slots] + hopeful * self._hope[classes]
+        return _sigmoid(weights[:, :1] * odds + level[:, None] + weights[:, 2:])
 
     def _learn_requests(self, slots: Ints, errors: Floats, curvature: Floats, counts: Ints) -> None:
         kept = self._level_weight[slots] * np.exp(-counts / _REQUEST_MEMORY) + curvature
         self._level_weight[slots] = kept
         self._level[slots] += errors / (kept + _PRIOR_REQUEST)
 
-    def _learn_class(self, index: int, odds: Floats, errors: Floats, curvature: Floats, tested: Ints) -> None:
-        self.num_rounds[index] += int(tested[:, 0].sum())
-        weighted = curvature * odds
-        by_place, by_place_odds = curvature.sum(axis=0), weighted.sum(axis=0)
-        slope = np.concatenate([[(errors * odds).sum(), errors.sum()], errors.sum(axis=0)])
+    def _learn_class(self, index: int, seen: Floats, errors: Floats, curvature: Floats) -> None:
+        """From tested drafts: what each row of `seen` has of x, b and the c_i, [tested, N + 2]."""
         kept = self._curvature[index]
-        kept *= np.exp(-tested.sum() / _MEMORY)
-        kept[0, 0] += (weighted * odds).sum()
-        kept[0, 1:] += [weighted.sum(), *by_place_odds]
-        kept[1, 1:] += [by_place.sum(), *by_place]
-        kept[1:, 0], kept[2:, 1] = kept[0, 1:], kept[1, 2:]
-        kept[range(2, len(kept)), range(2, len(kept))] += by_place
-        self._weights[index] += np.linalg.solve(kept + self._prior, slope)
+        kept *= np.exp(-len(seen) / _MEMORY)
+        kept += (seen.T * curvature) @ seen
+        self._weights[index] += np.linalg.solve(kept + self._prior, seen.T @ errors)
         self._weights[index, 0] = max(0.0, self._weights[index, 0])
+        self._hope[index] = (kept[1, 1] + _PRIOR_LEVEL) ** -0.5
 
     def _remember(self, slots: Ints, odds: Floats, drafted: Ints) -> None:
         """Move what the drafter tends to say of these requests and their classes; places not drafted stay."""
         made = np.arange(self.num_tokens) < drafted[:, None]
         self._odds[slots] += _ODDS_STEP * made * (odds - self._odds[slots])
         classes = self.class_of[slots]
-        for index in np.unique(classes).tolist():
+        for index in set(classes.tolist()):
             mine, said = made[classes == index], odds[classes == index]
             counts = mine.sum(axis=0)
             means = (said * mine).sum(axis=0) / np.maximum(counts, 1)

@@ -85,3 +85,12 @@ def test_a_reader_that_leaves_ends_it_quietly(smollm2: str) -> None:
         process.wait(timeout=TIMEOUT_S)
     assert process.returncode != 0 and time.monotonic() - started < TIMEOUT_S / 2
     assert b"Traceback" not in err and b"BrokenPipe" not in err
+
+
+def test_the_last_line_says_what_drafts_saved_or_cost_where_that_was_measured(smollm2: str, here: Here) -> None:
+    words = ("generate", smollm2, PROMPT, "--max-tokens", "48", "--ignore-eos", "--speculative-config")
+    guarded = here(*words, '{"method": "dspark"}')
+    fixed = here(*words, '{"method": "dspark", "guard": false}')
+    assert "; drafts saved about " in guarded.err or "; drafts cost about " in guarded.err
+    assert "drafts saved" not in fixed.err and "drafts cost" not in fixed.err
+    assert guarded.out == fixed.out

@@ -83,7 +83,7 @@ class Run:
 
     seconds: float = 0.0
     plain_s: float = 0.0
-    num_tokens: int = 0
+    num_verified: int = 0
     chosen: list[int] = field(default_factory=list)
     drafted_steps: int = 0
 
@@ -141,9 +141,10 @@ class World:
         times = StepTimes(draft_s * noise, self.machine.verify(rows) * noise, 0.0)
         self.lengths.observe(entries, verdicts, times)
         run.seconds += times.total_s
-        committed = sum(verdict.num_accepted + 1 for verdict in verdicts)
-        run.num_tokens += committed
-        run.plain_s += committed / len(entries) * self.machine.verify(len(entries)) * noise
+        # The mean over all draws of acceptance: the same as what was committed, with less chance in it.
+        hoped = [np.cumprod(chances[i])[: len(kept.tokens[i])].sum() + 1 for i in range(len(entries))]
+        run.plain_s += float(np.mean(hoped)) * self.machine.verify(len(entries)) * noise
+        run.num_verified += sum(map(len, kept.tokens))
         run.chosen.append(max(map(len, kept.tokens)))
         run.drafted_steps += count > 0
         self._commit(verdicts)

@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafting import registry
 from outrider.drafting.base import Drafter, TargetInfo
+from outrider.engine.costs import StepCosts
 from outrider.engine.engine import Engine
 from outrider.models.arch import ModelConfig, expected_shapes
 from outrider.models.cache import BlockPool
@@ -119,11 +120,13 @@ def make_engine(
     model: LlamaModel,
     drafter: Drafter | None = None,
     speculative: SpeculativeConfig | Mapping[str, Any] | int | None = None,
+    costs: StepCosts | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over a small cache full of NaN.
 
-    `speculative` is a configuration, or N for a scripted drafter; without a `drafter` the registry makes it.
+    `speculative` is a configuration, or N for a scripted drafter; without a `drafter` the registry makes it. `costs`:
+    what steps are said to cost where lengths adapt; else that is measured.
     """
     config = EngineConfig(**({"max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_tokens": 2048} | settings))
     pool = BlockPool((config.kv_cache_tokens or 0) // config.block_size, config.block_size)
@@ -137,7 +140,7 @@ def make_engine(
     parsed = None if speculative is None else SpeculativeConfig.parse(speculative)
     if parsed is not None and drafter is None:
         drafter = registry.create(parsed, target)
-    return Engine(target, config, parsed, drafter)
+    return Engine(target, config, parsed, drafter, costs)
 
 
 def make_request(
