@@ -13,7 +13,7 @@ drafting requests, N draft positions, S slots.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import Pace
-from outrider.engine.budget import allocate, best_budget, best_length, draft_budget
+from outrider.engine.budget import Choice, allocate, best_budget, best_length, draft_budget
 from outrider.engine.costs import StepCosts
 from outrider.engine.guard import Account, Guard
 from outrider.engine.safe_drafter import cut
@@ -40,6 +40,7 @@ _MARGIN = 1.02  # what speculation must promise before it starts
 _SETTLED = 0.99  # of what a plain step is measured to take, so that a tie goes to plain decoding
 _LUCK = 0.7  # of a gain is what was accepted, the rest what was expected to be: luck alone closes no account
 _HORIZON = 32  # rounds over which a drafter's catching up pays itself
+_LONE_STEPS, _MANY_ROUNDS = 2, 64  # of a lone request every second step is learned from, after so many rounds
 _MANY_ROWS = 8  # rows to catch up on for a request, from which a round says nothing of drafting's own cost
 
 
@@ -100,7 +101,7 @@ class _Step:
     """The step that is being made: who decodes (`slots` [R]), beside how many rows of prompts, on which accounts.
 
     `plain_s`: of a step of the decoding requests alone. `rate`, `num_wanted`: what the rule expects of the step, going
-    by earlier rounds: tokens a second, and drafts verified.
+    by earlier rounds: tokens a second, and drafts verified. `row_s`: what `_row_s` has found.
     """
 
     slots: Ints
@@ -109,6 +110,7 @@ class _Step:
     accounts: dict[int, Account]
     rate: float
     num_wanted: int = 0
+    row_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -140,9 +142,11 @@ class AdaptiveLengths:
         self._running = np.ones(num_slots)
         self._is_trial = np.zeros(num_slots, dtype=np.bool_)
         self._asks, self._gain = False, 1.0
+        self._answer: tuple[object, Choice, Ints] | None = None  # the rule's last, while nothing was learned since
         self._step = _Step(np.zeros(0, dtype=np.int64), 0, 0.0, {}, 0.0)
         self._drafts: _Drafts | None = None
-        self._num_decisions, self._idle_steps, self._idle_requests, self._steps_since_plain = 0, 0, 0, 0
+        self._num_steps, self._num_decisions, self._idle_steps, self._idle_requests = 0, 0, 0, 0
+        self._steps_since_plain = 0
         self._is_sampled = config.draft_sample_method != "greedy" and config.rejection_sample_method != "coupled"
 
     # ---- before the step ----
@@ -151,6 +155,7 @@ class AdaptiveLengths:
         """A request's history begins with its class's."""
         self.survival.begin(sequence.slot, sequence.request.drafting.workload)
         self._filled[sequence.slot] = 0
+        self._answer = None
 
     def budgets(self, sequences: Items[Sequence], num_prompt_rows: int) -> list[int]:
         """Drafts to make: those of the rule where they pay, a few to learn from where that is not known, else none."""
@@ -199,7 +204,9 @@ class AdaptiveLengths:
         budgets = np.zeros(len(slots), dtype=np.int64)
         if may.any():
             budgets[may] = self._ruled(slots[may], ceilings[may], behind[may])
-        self.survival.rest(slots[budgets == 0])
+        if not budgets.all():
+            self.survival.rest(slots[budgets == 0])
+            self._answer = None
         for index, account in self._step.accounts.items():
             mine = np.flatnonzero((classes == index) & (ceilings > 0))
             if len(mine) and not account.is_closed and not budgets[mine].any():
@@ -230,17 +237,26 @@ class AdaptiveLengths:
 
     def _choose(self, slots: Ints, ceilings: Ints, fill_s: float = 0.0) -> tuple[int, Ints]:
         """The rule, going by earlier rounds: N, and drafts by request. Notes what it expects of the step."""
+        step = self._step
+        asked = (slots.tobytes(), ceilings.tobytes(), step.num_rows, fill_s)
+        if self._answer is None or self._answer[0] != asked:
+            self._answer = (asked, *self._best(slots, ceilings, fill_s))
+        _, choice, kept = self._answer
+        step.rate, step.num_wanted = choice.tokens_per_s, choice.num_verified
+        self._gain = choice.tokens_per_s * float(self.costs.verify(step.num_rows)) / len(step.slots)
+        return choice.num_tokens if choice.num_verified else 0, kept
+
+    def _best(self, slots: Ints, ceilings: Ints, fill_s: float) -> tuple[Choice, Ints]:
+        """The rule's choice, and drafts by request."""
         step, longest = self._step, int(ceilings.max())
         forecast = self.survival.forecast(slots)[:, :longest] * (np.arange(longest) < ceilings[:, None])
         draft_s = self.costs.draft(len(slots))[: longest + 1] + fill_s
         draft_s[0] = 0.0
         verify_s = self.costs.verify(step.num_rows + np.arange(int(ceilings.sum()) + 1))
         choice = best_length(forecast, len(step.slots), draft_s, verify_s)
-        step.rate, step.num_wanted = choice.tokens_per_s, choice.num_verified
-        self._gain = choice.tokens_per_s * float(verify_s[0]) / len(step.slots)
         if not choice.num_verified:
-            return 0, np.zeros_like(ceilings)
-        return choice.num_tokens, allocate(forecast[:, : choice.num_tokens], choice.num_verified)
+            return choice, np.zeros_like(ceilings)
+        return choice, allocate(forecast[:, : choice.num_tokens], choice.num_verified)
 
     def _affords_trial(self, index: int, account: Account, wanted: Ints, behind: Ints) -> bool:
         """Whether an account has what it costs to let a few of its class draft, to learn what drafts are worth.
@@ -264,15 +280,25 @@ class AdaptiveLengths:
         step, survival = self._step, self.survival
         self._running[slots] *= survival.confidence_at(slots, place, log_odds(top_probs))
         hoped = self._running[slots] * survival.next_confidence(slots, place + 1)
-        # Not the next row's own cost: `keep` looks at the curve's steps, this must not stop before one.
-        num_wanted = max(step.num_wanted, len(slots))
-        plain_s, full_s = self.costs.verify(step.num_rows + np.array([0, num_wanted])).tolist()
-        worth = hoped - step.rate * (full_s - plain_s) / num_wanted
+        worth = hoped - step.rate * self._row_s(len(slots))
         wanted: npt.NDArray[np.bool_] = worth > 0
         draft_s = self.costs.draft(int(wanted.sum()))
         if worth[wanted].sum() <= step.rate * (draft_s[place + 2] - draft_s[place + 1]):
             wanted[:] = False
         return wanted | self._is_trial[slots]
+
+    def _row_s(self, num_slots: int) -> float:
+        """Seconds to verify a draft more, as a mean over those that the step wants, one each at least.
+
+        Not the next row's own: `keep` looks at the curve's steps, and `goes_on` must not stop before one.
+        """
+        step = self._step
+        num_wanted = max(step.num_wanted, num_slots)
+        found = step.row_s.get(num_wanted)
+        if found is None:
+            plain_s, full_s = self.costs.verify(step.num_rows + np.array([0, num_wanted])).tolist()
+            found = step.row_s[num_wanted] = (full_s - plain_s) / num_wanted
+        return found
 
     def keep(self, entries: Items[Entry], proposal: Proposal) -> Proposal:
         """The drafts most likely to survive, as many as the rule says; those of trials all."""
@@ -306,7 +332,10 @@ class AdaptiveLengths:
         is_pure = num_base == len(entries)
         num_verified = 0 if drafts is None else int(drafts.verified.sum())
         base_s, rest_s = self.costs.verify(np.array([num_base, num_base + num_verified])).tolist()
-        if is_pure:
+        teaches = self._teaches()
+        if teaches:
+            self._answer = None
+        if is_pure and teaches:
             self.costs.observe_verify(num_base + num_verified, times.verify_s + times.other_s)
         if self._guard is not None:
             for account in step.accounts.values():
@@ -315,14 +344,28 @@ class AdaptiveLengths:
             self._steps_since_plain = 0 if is_pure else self._steps_since_plain
             return None
         self._steps_since_plain += 1
-        fill_s, draft_s = self._observe_draft(entries, drafts, times)
+        fill_s, draft_s = self._observe_draft(entries, drafts, times, teaches)
         # Where prompts were read too, what the drafts' rows took is known by the tables only.
         spent_s = min(times.total_s, 1.5 * (draft_s + fill_s + rest_s)) if is_pure else times.draft_s + rest_s
         price = Price(step.plain_s, spent_s - (step.plain_s if is_pure else base_s))
-        self._settle(drafts, verdicts, price, fill_s)
+        self._settle(drafts, verdicts, price, fill_s, teaches)
         return price
 
-    def _observe_draft(self, entries: Items[Entry], drafts: _Drafts, times: StepTimes) -> tuple[float, float]:
+    def _teaches(self) -> bool:
+        """Whether this step is learned from. Learning costs as much from one request as from thirty, so of a lone one
+        every second step is, once enough is known of its class, or of what plain steps take.
+        """
+        self._num_steps += 1
+        slots = self._step.slots
+        if len(slots) > 1 or self._num_steps % _LONE_STEPS == 0:
+            return True
+        if self._drafts is None:
+            return not self.costs.knows_plain(len(slots))
+        return bool((self.survival.num_rounds[self.survival.class_of[slots]] < _MANY_ROUNDS).any())
+
+    def _observe_draft(
+        self, entries: Items[Entry], drafts: _Drafts, times: StepTimes, teaches: bool
+    ) -> tuple[float, float]:
         """Seconds that catching up took of the drafting, and what the tables say of the rest."""
         longest, count = int(drafts.drafted.max()), len(drafts.slots)
         lengths = np.array([entries[index].sequence.num_tokens for index in drafts.places])
@@ -330,17 +373,21 @@ class AdaptiveLengths:
         self._filled[drafts.slots] = lengths
         draft_s = float(self.costs.draft(count)[longest])
         if behind < _MANY_ROWS * count:
-            self.costs.observe_draft(count, longest, times.draft_s)
+            if teaches:
+                self.costs.observe_draft(count, longest, times.draft_s)
             return 0.0, draft_s
         self.costs.observe_fill(behind, times.draft_s - draft_s)
         return max(0.0, times.draft_s - draft_s), draft_s
 
-    def _settle(self, drafts: _Drafts, verdicts: Items[Verdict | None], price: Price, fill_s: float) -> None:
+    def _settle(
+        self, drafts: _Drafts, verdicts: Items[Verdict | None], price: Price, fill_s: float, teaches: bool
+    ) -> None:
         """Learn from the verdicts, and enter the step into the accounts of the classes that drafted."""
         found = [verdicts[index] for index in drafts.places]
         accepted = np.array([0 if verdict is None else verdict.num_accepted for verdict in found])
         expected = (drafts.survival * (np.arange(drafts.survival.shape[1]) < drafts.verified[:, None])).sum(axis=1)
-        self.survival.learn(drafts.slots, drafts.odds, drafts.drafted, drafts.verified, accepted)
+        if teaches:
+            self.survival.learn(drafts.slots, drafts.odds, drafts.drafted, drafts.verified, accepted)
         if self._guard is None:
             return
         classes, plain_s = self.survival.class_of[drafts.slots], price.plain_s

@@ -86,7 +86,9 @@ class Survival:
 
     def confidence_at(self, slots: Ints, place: int, odds: Floats) -> Floats:
         """The same of drafts [R] at one place that the drafter gives these log-odds."""
-        return self._confidence(slots, odds[:, None])[:, place]
+        classes = self.class_of[slots]
+        weights, level = self._weights[classes], self._level[slots] + self._hope[classes]
+        return _sigmoid(weights[:, 0] * odds + weights[:, 1] + weights[:, 2 + place] + level)
 
     def survivals(self, slots: Ints, odds: Floats, lengths: Ints) -> Floats:
         """Survivals [R, N] of drafts that are made; 0 beyond a chain's length."""
