@@ -51,7 +51,7 @@ def verify(
     """
     _check_shapes(proposal, target, groups)
     is_greedy = all(group.params.temperature == 0 for group in groups)
-    if not groups or method == "coupled" or (is_greedy and method in ("standard", "block")):
+    if method == "coupled" or (is_greedy and (method in ("standard", "block") or not any(proposal.tokens))):
         return _match(draw(target, groups, Purpose.GUMBEL), groups)
     tested = _test(proposal, target, groups)
     if method == "standard":
