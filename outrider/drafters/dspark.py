@@ -123,7 +123,7 @@ class DSparkDrafter:
         budgets = self._loop.budgets(context)
         if not any(budgets):
             return Proposal(((),) * len(budgets))
-        chains = _Chains(context, budgets, self._vocabulary)
+        chains = _Chains(context, budgets, self._vocabulary, is_sure=self._confidence is not None)
         states = take_rows(self._loop.states(context, budgets), chains.rows)
         base, memory = self._base_logits(states), torch.zeros(len(budgets), self._rank, device=states.device)
         for step, rows in chains.steps():
@@ -199,9 +199,11 @@ class _Chains:
     of requests; `back`: the way back from here to there; `previous` [A]: the token before each draft of a step.
     """
 
-    def __init__(self, context: DraftContext, budgets: Sequence[int], vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, context: DraftContext, budgets: Sequence[int], vocabulary: DraftVocabulary, *, is_sure: bool
+    ) -> None:
         counts, device = np.array(budgets), vocabulary.embedding.device
-        self._drawing = Drawing(context, vocabulary)
+        self._drawing = Drawing(context, vocabulary, is_sure=is_sure)
         self._order = np.argsort(-counts, kind="stable")
         self._active = [int((counts > step).sum()) for step in range(max(budgets))]
         firsts = (np.cumsum(counts) - counts)[self._order]

@@ -21,10 +21,11 @@ from outrider.types import Distributions
 
 
 class Drawing:
-    """The choices of one round."""
+    """The choices of one round. `is_sure`: the drafter says by other means how sure it is, so that is not noted."""
 
-    def __init__(self, context: DraftContext, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, context: DraftContext, vocabulary: DraftVocabulary, *, is_sure: bool = False) -> None:
         self._context, self._vocabulary = context, vocabulary
+        self._notes = context.pace is not None and not is_sure
         self._drawn: list[Distributions] = []
         self._top_probs: list[npt.NDArray[np.float64]] = []
 
@@ -35,12 +36,12 @@ class Drawing:
         """
         if self._context.sample_method == "greedy":
             chosen = greedy(logits)
-            if self._context.pace is not None:
+            if self._notes:
                 self._top_probs.append(top_probs(logits, chosen))
             return self._vocabulary.to_target(chosen)
         groups = [draft_group(self._context.groups[index], step) for index in requests]
         self._drawn.append(distributions(self._vocabulary.widen(logits), groups))
-        if self._context.pace is not None:
+        if self._notes:
             self._top_probs.append(top_probs_of(self._drawn[-1]))
         return torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
 
@@ -67,9 +68,13 @@ class Drawing:
 
 def top_probs(logits: Tensor, chosen: Tensor) -> npt.NDArray[np.float64]:
     """The probability that each row of logits [A, Vd] gives to its likeliest token `chosen` [A]."""
-    best = logits.gather(1, chosen[:, None])[:, 0]
-    found: npt.NDArray[np.float64] = (best - logits.logsumexp(dim=1)).exp().cpu().double().numpy()
-    return found
+    if logits.device.type != "cpu":
+        best = logits.gather(1, chosen[:, None])
+        return 1 / (logits - best).exp().sum(dim=1).cpu().double().numpy()
+    # NumPy, because torch would wake threads that get in the way of the kernels' own (docs/benchmarks.md).
+    parts = [part.float().numpy() for part in torch.split(logits.detach(), 8)]
+    sums = [np.exp(part - part.max(axis=1, keepdims=True)).sum(axis=1) for part in parts]
+    return 1 / np.concatenate(sums).astype(np.float64)
 
 
 def top_probs_of(drawn: Distributions) -> npt.NDArray[np.float64]:

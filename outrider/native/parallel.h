@@ -14,7 +14,7 @@
 
 typedef void (*Body)(const void *args, int64_t item);
 
-enum { MAX_THREADS = 256, SPIN_NS = 400000 };
+enum { MAX_THREADS = 256, SPIN_NS = 3000000 };
 #define CLOSED 0xffffffffu /* an item number that no job has */
 
 static struct {
