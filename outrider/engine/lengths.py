@@ -145,7 +145,9 @@ class AdaptiveLengths:
         self._answer: tuple[object, Choice, Ints] | None = None  # the rule's last, while nothing was learned since
         self._step = _Step(np.zeros(0, dtype=np.int64), 0, 0.0, {}, 0.0)
         self._drafts: _Drafts | None = None
-        self._num_steps, self._num_decisions, self._idle_steps, self._idle_requests = 0, 0, 0, 0
+        self._num_steps, self._num_decisions = 0, 0
+        # After a decision not to draft nothing is asked again for some steps of so many requests.
+        self._is_idle, self._idle_requests, self._idle_steps, self._idle_s = False, 0, 0, 0.0
         self._steps_since_plain = 0
         self._is_sampled = config.draft_sample_method != "greedy" and config.rejection_sample_method != "coupled"
 
@@ -160,16 +162,23 @@ class AdaptiveLengths:
     def budgets(self, sequences: Items[Sequence], num_prompt_rows: int) -> list[int]:
         """Drafts to make: those of the rule where they pay, a few to learn from where that is not known, else none."""
         count = len(sequences)
+        self._drafts = None
+        self._is_idle = self._idle_requests == count and self._idle_steps < _REVIEW_STEPS
+        if self._is_idle:
+            self._idle_steps += 1
+            return [0] * count
         slots = np.fromiter((sequence.slot for sequence in sequences), dtype=np.int64, count=count)
         self._begin_step(slots, num_prompt_rows)
         if not count:
             return []
         ceilings = np.array([draft_budget(sequence, self._config, count) for sequence in sequences])
-        if not ceilings.any() or (self._guard is not None and self._rests()):
-            return [0] * count
-        lengths = np.fromiter((sequence.num_tokens for sequence in sequences), dtype=np.int64, count=count)
-        budgets = self._decide(ceilings, lengths - self._filled[slots])
-        self._idle_steps, self._idle_requests = 0, 0 if budgets.any() else count
+        budgets = np.zeros(count, dtype=np.int64)
+        if ceilings.any() and not (self._guard is not None and self._shows_plain()):
+            lengths = np.fromiter((sequence.num_tokens for sequence in sequences), dtype=np.int64, count=count)
+            budgets = self._decide(ceilings, lengths - self._filled[slots])
+            self._idle_steps, self._idle_requests = 0, 0 if budgets.any() else count
+        elif not ceilings.any():
+            self._idle_steps, self._idle_requests = 0, count
         return [int(budget) for budget in budgets]
 
     def _begin_step(self, slots: Ints, num_prompt_rows: int) -> None:
@@ -180,18 +189,17 @@ class AdaptiveLengths:
             for index in set(self.survival.class_of[slots].tolist()):
                 accounts[index] = self._guard.account(index, count, plain_s)
         self._step = _Step(slots, num_prompt_rows, plain_s, accounts, count / plain_s)
-        self._drafts = None
         self._running[slots], self._is_trial[slots] = 1.0, False
 
-    def _rests(self) -> bool:
-        """Whether this step goes without drafts without asking again."""
-        step, count = self._step, len(self._step.slots)
-        # A plain step shows what plain decoding takes: the first, then now and then, rarer where it loses more.
-        patience = _PLAIN_STEPS * max(1.0, 4 * (self._gain - 1))
-        if not step.num_prompt_rows and (self._steps_since_plain >= patience or not self.costs.knows_plain(count)):
-            return True
-        self._idle_steps += 1
-        return self._idle_requests == count and self._idle_steps <= _REVIEW_STEPS
+    def _shows_plain(self) -> bool:
+        """Whether this step goes without drafts to show what plain decoding takes.
+
+        The first steps do, then one now and then, rarer where it loses more.
+        """
+        step, patience = self._step, _PLAIN_STEPS * max(1.0, 4 * (self._gain - 1))
+        if step.num_prompt_rows:
+            return False
+        return self._steps_since_plain >= patience or not self.costs.knows_plain(len(step.slots))
 
     def _decide(self, ceilings: Ints, behind: Ints) -> Ints:
         """Budgets [R]; `behind` [R] tells the rows that the drafter has yet to see."""
@@ -327,6 +335,9 @@ class AdaptiveLengths:
 
     def observe(self, entries: Items[Entry], verdicts: Items[Verdict | None], times: StepTimes) -> Price | None:
         """Move costs, survivals and accounts by what the step took and what was accepted."""
+        if self._is_idle:
+            self._idle_s += times.total_s
+            return None
         step, drafts = self._step, self._drafts
         num_base = sum(entry.num_rows for entry in entries)
         is_pure = num_base == len(entries)
@@ -339,7 +350,8 @@ class AdaptiveLengths:
             self.costs.observe_verify(num_base + num_verified, times.verify_s + times.other_s)
         if self._guard is not None:
             for account in step.accounts.values():
-                self._guard.grant(account, times.total_s / len(step.accounts), step.plain_s)
+                self._guard.grant(account, (times.total_s + self._idle_s) / len(step.accounts), step.plain_s)
+            self._idle_s = 0.0
         if drafts is None:
             self._steps_since_plain = 0 if is_pure else self._steps_since_plain
             return None
