@@ -7,7 +7,10 @@ stale states behind their sequence's end; they are overwritten before anybody ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from outrider.models.recurrent import StateCache
@@ -31,10 +34,20 @@ class TargetMemory:
     def record(self, slots: Tensor, taps: Sequence[Tensor]) -> None:
         """Store a forward's taps ([T, D] each, in ascending order of layers) in its rows' slots [T]."""
         for kept, tap in zip(self.taps.values(), taps, strict=True):
-            kept[slots] = tap
+            if kept.device.type == "cpu":
+                # NumPy, because from eight rows on torch would wake threads that get in the way of the kernels' own.
+                _as_integers(kept)[slots.numpy()] = _as_integers(tap)
+            else:
+                kept[slots] = tap
 
     def forget(self, block: int) -> None:
         """Drop the recurrent states of the request that began in a block which is free now."""
         for layer in self.cache:
             if isinstance(layer, StateCache):
                 layer.forget(block)
+
+
+def _as_integers(values: Tensor) -> npt.NDArray[Any]:
+    """The same memory as integers of the same size: NumPy has no bfloat16."""
+    numbers: npt.NDArray[Any] = values.view({2: torch.int16, 4: torch.int32}[values.element_size()]).numpy()
+    return numbers
