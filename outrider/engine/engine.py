@@ -7,6 +7,7 @@ and every committed token is chosen in `verify` from the target's own distributi
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Entry, Sequence
 from outrider.engine.stats import EngineStats, StepTimes
 from outrider.errors import CapacityError, RequestError
+from outrider.models.linear import torch_alone
 from outrider.sampling import distributions, logprobs
 from outrider.types import Proposal, Request, StepOutput, TokenLogprobs, Verdict
 from outrider.verify import verify
@@ -49,6 +51,7 @@ class Engine:
             target.pool.on_free.append(target.memory.forget)
         self.target, self.config, self.max_len = target, config, target.max_len
         self.model, self.pool = target.model, target.pool
+        self._brings_threads = target.model.brings_threads and target.model.device.type == "cpu"
         self.speculative = speculative
         if drafter is not None:
             target.memory.keep_taps(drafter.taps)
@@ -110,6 +113,10 @@ class Engine:
         """
         if not self._sequences:
             return []
+        with torch_alone() if self._brings_threads else contextlib.nullcontext():
+            return self._step()
+
+    def _step(self) -> list[StepOutput]:
         began = time.perf_counter()
         entries = self.scheduler.plan()
         if not entries:

@@ -43,6 +43,7 @@ class GemmaModel:
     """A Target of the Gemma family; models/target.py says what its parts are."""
 
     shares_prefixes = True
+    brings_threads = True
 
     def __init__(
         self, config: GemmaConfig, tensors: Mapping[str, Tensor], *, max_len: int, folder: Path | None = None

@@ -49,6 +49,8 @@ class HfModel:
         for index, layer in enumerate([*self._layers, look.norm]):
             layer.register_forward_pre_hook(self._tap(index), with_kwargs=True)
 
+    brings_threads = False
+
     @property
     def shares_prefixes(self) -> bool:
         """Not where a layer keeps a state."""

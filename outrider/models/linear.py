@@ -6,8 +6,9 @@ with it; elsewhere `torch.nn.functional.linear` runs. Not a torch.nn.Module: the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 def kernels_for(tensor: Tensor) -> ctypes.CDLL | None:
     """The C kernels if they can take this tensor's device and type, else None."""
     return library() if tensor.device.type == "cpu" and tensor.dtype in _SUFFIX else None
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """Keep torch to one thread for a while, if the kernels are there.
+
+    Between the kernels its own threads would spin against theirs: each operation that wakes them costs milliseconds.
+    """
+    before = torch.get_num_threads()
+    if library() is None or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def kernel(lib: ctypes.CDLL, name: str, tensor: Tensor) -> ctypes._CFuncPtr:  # type: ignore[name-defined]

@@ -24,6 +24,7 @@ class LlamaModel:
     """A Target of the Llama family; models/target.py says what its parts are."""
 
     shares_prefixes = True
+    brings_threads = True
 
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, Tensor], *, max_len: int, folder: Path | None = None

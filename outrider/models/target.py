@@ -36,6 +36,7 @@ class Target(Protocol):
     `embedding` [V, D]: the table as stored, without a scale that the family puts on it. `norm` and `lm_head` give
     logits from the last residual stream, before any cap. `folder`: the checkpoint's, None for weights that were never
     in one.
+    `brings_threads`: its heavy work is that of the C kernels, where they run, which have threads of their own.
     `shares_prefixes`: whether blocks that one request filled may serve another; not where layers are recurrent.
     """
 
@@ -58,6 +59,10 @@ class Target(Protocol):
     @property
     def lm_head(self) -> Linear:
         """The output matrix."""
+
+    @property
+    def brings_threads(self) -> bool:
+        """Whether torch needs no threads for it where the C kernels run."""
 
     @property
     def shares_prefixes(self) -> bool:
