@@ -16,9 +16,10 @@ from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafting.base import Drafter, TargetInfo
+from outrider.engine.adaptive import AdaptiveLengths
 from outrider.engine.calibration import Setup, step_costs
 from outrider.engine.costs import StepCosts
-from outrider.engine.lengths import AdaptiveLengths, FixedLengths, Lengths, Price
+from outrider.engine.lengths import FixedLengths, Lengths, Price
 from outrider.engine.runner import Runner
 from outrider.engine.safe_drafter import SafeDrafter
 from outrider.engine.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """Theorems 1, 7 and 10 with lengths that change from step to step: by the guard, by adaptive verification, by whim.
 
 Whatever a request drafts, however far a drafter goes and however much of it is verified: the text is the target's own,
-and the books hold (`tiny.run` sees to that). `tests/unit/engine/test_lengths.py` has what it costs.
+and the books hold (`tiny.run` sees to that). `tests/unit/engine/test_adaptive.py` has what it costs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import pytest
 
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext, Pace
+from outrider.engine.adaptive import AdaptiveLengths
 from outrider.engine.budget import draft_budget
 from outrider.engine.costs import StepCosts
 from outrider.engine.engine import Engine
-from outrider.engine.lengths import AdaptiveLengths, Price
+from outrider.engine.lengths import Price
 from outrider.engine.safe_drafter import cut
 from outrider.engine.sequence import Entry
 from outrider.engine.sequence import Sequence as Running

@@ -73,6 +73,6 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
     for prompts in ("", [[]], [[10**9]], ["fine", ""]):
         with pytest.raises(RequestError):
             llm.generate(prompts, SHORT)
-    with pytest.raises(RequestError, match="2 sampling params for 1 prompts"):
+    with pytest.raises(RequestError, match="params has 2 entries for 1 prompts"):
         llm.generate("one", [SHORT, SHORT])
     assert not llm.engine.has_work

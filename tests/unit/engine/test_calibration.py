@@ -13,9 +13,9 @@ import pytest
 from outrider.config import SpeculativeConfig
 from outrider.drafting.base import DraftContext
 from outrider.engine import calibration
+from outrider.engine.adaptive import AdaptiveLengths
 from outrider.engine.costs import StepCosts
 from outrider.engine.engine import Engine
-from outrider.engine.lengths import AdaptiveLengths
 from outrider.models.llama import LlamaModel
 from outrider.types import Proposal
 from tests.kit import books, scripted, tiny

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from outrider.config import SpeculativeConfig
+from outrider.engine.adaptive import AdaptiveLengths
 from outrider.engine.costs import StepCosts
-from outrider.engine.lengths import AdaptiveLengths, FixedLengths
+from outrider.engine.lengths import FixedLengths
 from outrider.engine.sequence import Entry
 from outrider.engine.sequence import Sequence as Running
 from outrider.engine.stats import StepTimes
