@@ -104,7 +104,7 @@ class AdaptiveLengths:
         """A request's history begins with its class's."""
         self.survival.begin(sequence.slot, sequence.request.drafting.workload)
         self._filled[sequence.slot] = 0
-        self._answer = None
+        self._answer, self._idle_requests = None, 0
 
     def budgets(self, sequences: Items[Sequence], num_prompt_rows: int) -> list[int]:
         """Drafts to make: those of the rule where they pay, a few to learn from where that is not known, else none."""
