@@ -77,13 +77,14 @@ class DraftModelDrafter:
                 chains[index].append(token)
             if context.pace is not None:
                 noted = top_probs(logits, chosen) if drawn_from is None else top_probs_of(drawn_from)
-                goes_on = context.pace.goes_on(step, np.array(context.slots)[active], noted)
-                for index, value, more in zip(active, noted.tolist(), goes_on.tolist(), strict=True):
+                said = noted.tolist()
+                goes_on = context.pace.goes_on(step, [context.slots[index] for index in active], said)
+                for index, value, more in zip(active, said, goes_on, strict=True):
                     sure[index].append(value)
                     budgets[index] = budgets[index] if more else step + 1
         drawn = [row for part in rows for row in part]
-        said = None if context.pace is None else tuple(map(tuple, sure))
-        return Proposal(tuple(map(tuple, chains)), concatenate(drawn) if drawn else None, top_probs=said)
+        top = None if context.pace is None else tuple(map(tuple, sure))
+        return Proposal(tuple(map(tuple, chains)), concatenate(drawn) if drawn else None, top_probs=top)
 
     def _forward(self, context: DraftContext, active: list[int], chains: list[list[int]]) -> torch.Tensor:
         """Logits [len(active), V] after all committed tokens and drafts so far; reads what is not read yet."""

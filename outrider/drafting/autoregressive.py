@@ -167,7 +167,7 @@ class Chains:
 
     def go_on(self) -> npt.NDArray[np.bool_]:
         """Which requests of the last step want another draft, [R]."""
-        return self._drawing.goes_on(len(self._requests) - 1, self._requests[-1])
+        return np.array(self._drawing.goes_on(len(self._requests) - 1, self._requests[-1].tolist()))
 
     def proposal(self) -> Proposal:
         """The chains, request by request, what they were drawn from if they were, and how sure the drafter was."""

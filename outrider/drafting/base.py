@@ -39,10 +39,8 @@ class TargetInfo:
 class Pace(Protocol):
     """Says how far to draft, to drafters that make one draft after the other; the others draft their budgets."""
 
-    def goes_on(
-        self, place: int, slots: npt.NDArray[np.int64], top_probs: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.bool_]:
-        """Which requests want the draft after the one at `place` (from 0), just made; shapes [A], A of them at least 1.
+    def goes_on(self, place: int, slots: Sequence[int], top_probs: Sequence[float]) -> list[bool]:
+        """Which requests want the draft after the one at `place` (from 0), just made; [A], A of them at least 1.
 
         `top_probs`: what the drafter gave to its likeliest token there. To be asked once for each place, in order.
         """

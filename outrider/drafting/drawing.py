@@ -45,12 +45,12 @@ class Drawing:
             self._top_probs.append(top_probs_of(self._drawn[-1]))
         return torch.tensor(draw(self._drawn[-1], groups, self._context.purpose), device=logits.device)
 
-    def goes_on(self, step: int, requests: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def goes_on(self, step: int, requests: Sequence[int]) -> list[bool]:
         """Which of these requests, those of the last step, want another draft; all of them where lengths are fixed."""
         pace = self._context.pace
         if pace is None:
-            return np.ones(len(requests), dtype=np.bool_)
-        return pace.goes_on(step, np.array(self._context.slots)[requests], self._top_probs[-1])
+            return [True] * len(requests)
+        return pace.goes_on(step, [self._context.slots[index] for index in requests], self._top_probs[-1].tolist())
 
     def top_probs(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
         """What was noted, all steps' rows in this order; None where lengths are fixed."""

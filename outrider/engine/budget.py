@@ -5,21 +5,18 @@ chooses what gives most committed tokens a second: with survivals (how likely dr
 accepted) sorted over all requests, B drafts cost draft_s + verify_s of B rows more and give the sum of the B largest.
 Survivals do not rise along a chain, so the B largest are a prefix of each. Costs have steps, so the maximum is taken
 over every B and N. Sources: vLLM 0.32, `v1/spec_decode/dynamic` and `spec_decode/adaptive_verification`; DSpark,
-algorithm 1.
+algorithm 1. Legend: `survival` has a chain for each request that may draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from outrider.config import SpeculativeConfig
 from outrider.engine.sequence import Sequence
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+Chains = Items[Items[float]]
 
 
 def draft_budget(sequence: Sequence, config: SpeculativeConfig, num_requests: int) -> int:
@@ -39,7 +36,7 @@ def draft_budget(sequence: Sequence, config: SpeculativeConfig, num_requests: in
     return max(0, min(config.num_tokens_for(num_requests), room))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """The best proposal length N and number of drafts B to verify, and the committed tokens a second that they give."""
 
@@ -48,37 +45,51 @@ class Choice:
     tokens_per_s: float
 
 
-def best_length(survival: Floats, num_requests: int, draft_s: Floats, verify_s: Floats) -> Choice:
+def best_length(survival: Chains, num_requests: int, draft_s: Items[float], verify_s: Items[float]) -> Choice:
     """Choose N and B for a step in which `num_requests` commit a token for certain; not drafting is N = B = 0.
 
-    survival [R, Nmax] of those that may draft, 0 where there is no draft; draft_s [Nmax + 1], by N from 0 on; verify_s
-    [most + 1], by drafts verified from 0 on. Of equal choices, the shortest. Cost: a sort of Nmax x R Nmax numbers.
+    draft_s: by N from 0 on; verify_s: by drafts verified from 0 to the most. Of equal choices, the shortest. Cost: a
+    sort of all survivals, and a walk through them for each N that might be better.
     """
-    longest = survival.shape[1]
-    lengths = np.arange(longest + 1)
-    within = np.arange(longest) < lengths[:, None]
-    pools = (within[:, None, :] * survival).reshape(longest + 1, -1)
-    gains = _gains(pools, len(verify_s) - 1)
-    rates = (num_requests + gains) / (draft_s[:, None] + verify_s[: gains.shape[1]])
-    num_tokens, num_verified = np.unravel_index(int(rates.argmax()), rates.shape)
-    return Choice(int(num_tokens), int(num_verified), float(rates[num_tokens, num_verified]))
+    ranked = _ranked(survival)
+    best = Choice(0, 0, num_requests / verify_s[0])
+    for num_tokens in range(1, len(draft_s)):
+        values = [-value for value, _, place in ranked if place < num_tokens][: len(verify_s) - 1]
+        if num_requests + sum(values) > best.tokens_per_s * (draft_s[num_tokens] + verify_s[0]):
+            num_verified, rate = _best_rate(values, num_requests, draft_s[num_tokens], verify_s)
+            if rate > best.tokens_per_s:
+                best = Choice(num_tokens, num_verified, rate)
+    return best
 
 
-def best_budget(survival: Floats, num_requests: int, drafted_s: float, verify_s: Floats) -> int:
-    """B for drafts that are made already: shapes as in `best_length`, `drafted_s` is spent whatever B is."""
-    gains = _gains(survival.reshape(1, -1), len(verify_s) - 1)[0]
-    return int(((num_requests + gains) / (drafted_s + verify_s[: len(gains)])).argmax())
+def best_budget(survival: Chains, num_requests: int, drafted_s: float, verify_s: Items[float]) -> int:
+    """B for drafts that are made already: `drafted_s` is spent whatever B is, the rest as in `best_length`."""
+    values = sorted((value for chain in survival for value in chain), reverse=True)
+    return _best_rate(values[: len(verify_s) - 1], num_requests, drafted_s, verify_s)[0]
 
 
-def allocate(survival: Floats, num_verified: int) -> Ints:
-    """Drafts of each request among the `num_verified` likeliest to survive, [R]. Rows of `survival` do not rise."""
-    order = np.argsort(-survival, axis=None, kind="stable")[:num_verified]
-    return np.bincount(order // survival.shape[1], minlength=len(survival))
+def allocate(survival: Chains, num_verified: int) -> list[int]:
+    """Drafts of each request among the `num_verified` likeliest to survive; chains do not rise."""
+    counts = [0] * len(survival)
+    for _, request, _ in _ranked(survival)[:num_verified]:
+        counts[request] += 1
+    return counts
 
 
-def _gains(pools: Floats, most: int) -> Floats:
-    """Expected accepted drafts of each pool by how many of its likeliest are verified, from none to `most`."""
-    ranked = -np.sort(-pools, axis=1)[:, :most]
-    gains = np.zeros((len(pools), ranked.shape[1] + 1))
-    np.cumsum(ranked, axis=1, out=gains[:, 1:])
-    return gains
+def _ranked(survival: Chains) -> list[tuple[float, int, int]]:
+    """(-survival, request, place) of each draft, likeliest first."""
+    return sorted(
+        (-value, request, place) for request, chain in enumerate(survival) for place, value in enumerate(chain)
+    )
+
+
+def _best_rate(values: Items[float], num_requests: int, drafted_s: float, verify_s: Items[float]) -> tuple[int, float]:
+    """How many of these drafts, likeliest first, give most tokens a second, and how many that is."""
+    committed = float(num_requests)
+    best, rate = 0, committed / (drafted_s + verify_s[0])
+    for count, value in enumerate(values, start=1):
+        committed += value
+        found = committed / (drafted_s + verify_s[count])
+        if found > rate:
+            best, rate = count, found
+    return best, rate

@@ -96,14 +96,19 @@ def _most_rows(setup: Setup) -> int:
     return min(config.max_num_batched_tokens, config.max_num_seqs * (setup.speculative.num_speculative_tokens + 1))
 
 
+def _places(most: int) -> list[int]:
+    """Numbers of rows to measure; the most that a step can have is one of them, unless it is far away."""
+    return sorted({row for row in (*_ROWS, most) if row <= min(most, _ROWS[-1])})
+
+
 def _continued(measured: dict[int, float], most: int) -> tuple[list[int], list[float]]:
     """The table up to `most` rows; what there was no time to measure goes on in proportion to rows beyond the last."""
     rows = sorted(measured)
-    further = [row for row in _ROWS if rows[-1] < row <= most]
+    further = [row for row in _places(most) if row > rows[-1]]
     smooth = rising([measured[row] for row in rows])
-    slope = max(float(smooth[-1] - smooth[0]) / max(1, rows[-1] - rows[0]), _LEAST_SLOPE * float(smooth[-1]))
-    beyond = [float(smooth[-1]) + slope * (row - rows[-1]) for row in further]
-    return [*rows, *further], [*smooth.tolist(), *beyond]
+    slope = max((smooth[-1] - smooth[0]) / max(1, rows[-1] - rows[0]), _LEAST_SLOPE * smooth[-1])
+    beyond = [smooth[-1] + slope * (row - rows[-1]) for row in further]
+    return [*rows, *further], [*smooth, *beyond]
 
 
 def _verify_costs(setup: Setup) -> Iterator[tuple[int, float]]:
@@ -111,10 +116,10 @@ def _verify_costs(setup: Setup) -> Iterator[tuple[int, float]]:
     longest, began = setup.speculative.num_speculative_tokens, time.perf_counter()
     context_len = _CONTEXT_LEN if setup.target.model.shares_prefixes else 0
     with _sequences(setup, setup.config.max_num_seqs, context_len) as sequences:
-        for rows in _ROWS if sequences else ():
+        for rows in _places(_most_rows(setup)) if sequences else ():
             count = min(rows, len(sequences))
             drafts = [rows // count - 1 + (index < rows % count) for index in range(count)]
-            if max(drafts) > longest or rows > _most_rows(setup):
+            if max(drafts) > longest:
                 return
             entries = [Entry(sequence, 1, 0, samples=True) for sequence in sequences[:count]]
             tokens = [(0,) * length for length in drafts]

@@ -158,9 +158,9 @@ class World:
             active = [i for i, length in enumerate(lengths) if length > place + 1]
             if not active:
                 break
-            slots = np.array([self.running[i].slot for i in active])
-            said = np.array([self.drafts.said(chances[i])[place] for i in active])
-            for i, more in zip(active, pace.goes_on(place, slots, said).tolist(), strict=True):
+            slots = [self.running[i].slot for i in active]
+            said = [self.drafts.said(chances[i])[place] for i in active]
+            for i, more in zip(active, pace.goes_on(place, slots, said), strict=True):
                 lengths[i] = lengths[i] if more else place + 1
         return lengths
 

@@ -83,11 +83,11 @@ class Whims:
         off = self.random.random() < 0.3
         return [0 if off or self.random.random() < 0.3 else int(self.random.integers(c + 1)) for c in ceilings]
 
-    def goes_on(self, place: int, slots: np.ndarray, top_probs: np.ndarray) -> np.ndarray:
+    def goes_on(self, place: int, slots: Sequence[int], top_probs: Sequence[float]) -> list[bool]:
         assert len(slots) == len(top_probs) > 0
-        assert ((top_probs > 0) & (top_probs <= 1.0001)).all()
-        more = self.random.random(len(slots)) < 0.7
-        self.num_stopped += int((~more).sum())
+        assert all(0 < value <= 1.0001 for value in top_probs)
+        more: list[bool] = (self.random.random(len(slots)) < 0.7).tolist()
+        self.num_stopped += more.count(False)
         return more
 
     def keep(self, entries: Sequence[Entry], proposal: Proposal) -> Proposal:
@@ -316,9 +316,9 @@ def test_a_pace_is_asked_once_for_each_place_in_order(model: LlamaModel, config:
     engine = tiny.make_engine(model, speculative=config)
     whims, asked = on_a_whim(engine, 4), []
 
-    def goes_on(place: int, slots: np.ndarray, top_probs: np.ndarray) -> np.ndarray:
-        asked.append((place, tuple(slots.tolist())))
-        return slots % 2 == 0
+    def goes_on(place: int, slots: Sequence[int], top_probs: Sequence[float]) -> list[bool]:
+        asked.append((place, tuple(slots)))
+        return [slot % 2 == 0 for slot in slots]
 
     whims.goes_on = goes_on  # type: ignore[method-assign]
     assert engine.safe_drafter is not None

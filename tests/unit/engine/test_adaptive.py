@@ -226,8 +226,8 @@ def verified_by_outcome(lengths: AdaptiveLengths, running: Sequence[Running]) ->
         for place in range(3):
             for request in active:
                 made[request].append(outcome[request][place])
-            slots = np.array([running[request].slot for request in active])
-            values = np.array([said(outcome[request][:place]) for request in active])
+            slots = [running[request].slot for request in active]
+            values = [said(outcome[request][:place]) for request in active]
             more = trial.goes_on(place, slots, values)
             active = [r for r, goes in zip(active, more, strict=True) if goes and len(made[r]) < budgets[r]]
             if not active:
@@ -258,8 +258,10 @@ def warmed(**settings: Any) -> tuple[AdaptiveLengths, list[Running]]:
     made = World(machine, Drafts(0.6), lengths)
     made.load(2)
     survival = lengths.survival
-    survival._weights[:, :2], survival._hope[:] = (1.0, 0.0), 0.0
-    survival._odds[:] = log_odds(np.array([0.75]))
+    known = survival._classes[0]
+    known.slope, known.level, known.hope = 1.0, 0.0, 0.0
+    for own in survival._requests:
+        own.odds = [log_odds(0.75)] * 3
     return lengths, made.running
 
 
@@ -285,8 +287,7 @@ def test_the_rule_for_other_drafts_does_depend_and_is_seen_to() -> None:
 def test_drafts_that_are_sampled_are_not_stopped_early() -> None:
     lengths, running = warmed(draft_sample_method="probabilistic", rejection_sample_method="standard")
     lengths.budgets(running, 0)
-    slots = np.array([sequence.slot for sequence in running])
-    assert lengths.goes_on(0, slots, np.array([1e-6, 1e-6])).all()
+    assert all(lengths.goes_on(0, [sequence.slot for sequence in running], [1e-6, 1e-6]))
 
 
 def test_a_request_that_is_off_has_no_drafts_and_one_with_its_own_length_no_more() -> None:
