@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ALLOWANCE, _REOPENING, _MOST, _MOST_TRIALS = 3.0, 1.5, 20.0, 3.0  # in plain steps at the account's load
+_ALLOWANCE, _REOPENING, _MOST, _MOST_TRIALS = 2.0, 1.5, 20.0, 3.0  # in plain steps at the account's load
 _SHARE = 0.003  # of all time, to each of the two pots
 _SPREAD = 1 / 32  # of what is still owed for catching up, at each drafting step
 

@@ -25,7 +25,7 @@ class Runner:
         batch = self._pack(entries, drafts)
         result = self.model(batch, self.memory.cache, tuple(self.memory.taps))
         if result.taps:
-            self.memory.record(batch.slots.long(), result.taps)
+            self.memory.record(batch.slots, result.taps)
         return result.logits
 
     def _pack(self, entries: Items[Entry], drafts: Items[tuple[int, ...]]) -> Batch:

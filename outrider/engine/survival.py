@@ -6,8 +6,8 @@ acceptance so far is all there is). w, b and c_i (one a draft position) are lear
 each request. Products along a chain are survivals. A draft after a rejected one was not tested and teaches nothing.
 
 Each verdict moves the four by an extended Kalman filter whose variances forget, and which keeps no covariances. What is
-asked for is hopeful: one standard deviation of b above its mean, so that what little was seen of is tried before it is
-given up. Numbers are few and asked for one request at a time between forwards that empty the processor's caches, where
+asked for is hopeful: one standard deviation of b + c_i above its mean, so that what little was seen of, a class or the
+later places of its chains, is tried before it is given up. Numbers are few and asked for one request at a time between forwards that empty the processor's caches, where
 a call of NumPy takes as long as forty operations of Python.
 Source of the model and its start: vLLM 0.32, `acceptance_estimator.py`. Legend: N draft positions, S slots.
 """
@@ -32,8 +32,8 @@ _ODDS_STEP, _CLASS_ODDS_STEP = 0.1, 0.02
 
 @dataclass(slots=True)
 class _Class:
-    """What is known of a class: means and variances of w, b and c_i; `hope`: a standard deviation of b; [N] each:
-    `places`, and `odds`, the log-odds that the drafter tends to give its drafts.
+    """What is known of a class: means and variances of w, b and c_i. [N] each: `places`; `odds`, the log-odds that the
+    drafter tends to give its drafts; `hopes`, the standard deviations of b + c_i.
     """
 
     slope: float
@@ -43,8 +43,15 @@ class _Class:
     odds: list[float]
     slope_variance: float = _SLOPE_VARIANCE
     level_variance: float = _LEVEL_VARIANCE
-    hope: float = _LEVEL_VARIANCE**0.5
     num_rounds: int = 0
+    hopes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hope()
+
+    def hope(self) -> None:
+        """After variances changed."""
+        self.hopes = [math.sqrt(self.level_variance + variance) for variance in self.place_variances]
 
 
 @dataclass(slots=True)
@@ -106,16 +113,16 @@ class Survival:
     def confidence_at(self, slot: int, place: int, odds: float) -> float:
         """The same of a draft that the drafter gives these log-odds."""
         known = self._classes[self.class_of[slot]]
-        level = known.level + self._requests[slot].level + known.hope
-        return _sigmoid(known.slope * odds + level + known.places[place])
+        level = known.level + self._requests[slot].level + known.places[place] + known.hopes[place]
+        return _sigmoid(known.slope * odds + level)
 
     def survivals(self, slot: int, odds: Sequence[float]) -> list[float]:
         """Survivals of the drafts of a chain that the drafter gives these log-odds."""
         known = self._classes[self.class_of[slot]]
-        level, slope = known.level + self._requests[slot].level + known.hope, known.slope
+        level, slope = known.level + self._requests[slot].level, known.slope
         survival, found = 1.0, []
-        for value, place in zip(odds, known.places, strict=False):
-            survival *= _sigmoid(slope * value + level + place)
+        for value, place, hope in zip(odds, known.places, known.hopes, strict=False):
+            survival *= _sigmoid(slope * value + level + place + hope)
             found.append(survival)
         return found
 
@@ -126,7 +133,7 @@ class Survival:
         known.num_rounds += tested > 0
         for place in range(tested):
             _learn(known, own, place, odds[place], float(place < accepted))
-        known.hope = math.sqrt(known.level_variance)
+        known.hope()
         for place, value in enumerate(odds):
             own.odds[place] += _ODDS_STEP * (value - own.odds[place])
             known.odds[place] += _CLASS_ODDS_STEP * (value - known.odds[place])
@@ -146,7 +153,7 @@ class Survival:
         for index in resting:
             known = self._classes[index]
             known.level_variance = min(_LEVEL_VARIANCE, known.level_variance * _MEMORY**num_steps)
-            known.hope = math.sqrt(known.level_variance)
+            known.hope()
 
 
 def _learn(known: _Class, own: _Request, place: int, odds: float, verdict: float) -> None:

@@ -23,6 +23,7 @@ class TargetMemory:
     def __init__(self, model: Target, num_slots: int) -> None:
         self.cache = model.new_cache(num_slots)
         self.taps: dict[int, Tensor] = {}
+        self._tap_numbers: list[npt.NDArray[Any]] = []  # the taps' memory, where NumPy can write it
         self._like, self._num_slots = model.embedding, num_slots
 
     def keep_taps(self, layers: Sequence[int]) -> None:
@@ -30,15 +31,20 @@ class TargetMemory:
         if sorted(layers) != list(self.taps):
             shape = (self._num_slots, self._like.shape[1])
             self.taps = {layer: self._like.new_empty(shape) for layer in sorted(layers)}
+            on_cpu = self._like.device.type == "cpu"
+            self._tap_numbers = [_as_integers(tap) for tap in self.taps.values()] if on_cpu else []
 
     def record(self, slots: Tensor, taps: Sequence[Tensor]) -> None:
-        """Store a forward's taps ([T, D] each, in ascending order of layers) in its rows' slots [T]."""
+        """Store a forward's taps ([T, D] each, in ascending order of layers) in its rows' slots [T] int32."""
+        if self._tap_numbers:
+            # NumPy, because from eight rows on torch would wake threads that get in the way of the kernels' own.
+            rows = slots.numpy()
+            for numbers, tap in zip(self._tap_numbers, taps, strict=True):
+                numbers[rows] = _as_integers(tap)
+            return
+        rows_of = slots.long()
         for kept, tap in zip(self.taps.values(), taps, strict=True):
-            if kept.device.type == "cpu":
-                # NumPy, because from eight rows on torch would wake threads that get in the way of the kernels' own.
-                _as_integers(kept)[slots.numpy()] = _as_integers(tap)
-            else:
-                kept[slots] = tap
+            kept[rows_of] = tap
 
     def forget(self, block: int) -> None:
         """Drop the recurrent states of the request that began in a block which is free now."""

@@ -104,7 +104,7 @@ class Replay:
         model, memory = self.target.model, self.target.memory
         batch = Batch.pack(ids, spans, blocks, np.arange(len(ids)), self.target.pool.block_size, model.device)
         result = model(batch, memory.cache, tuple(memory.taps))
-        memory.record(batch.slots.long(), result.taps)
+        memory.record(batch.slots, result.taps)
         said = iter(result.logits.argmax(1).split([len(line["row_ids"]) for line in step]))
         for line in step:
             choices = next(said).tolist()[len(line["row_ids"]) - len(line["verified_drafts"]) - 1 :]

@@ -67,7 +67,7 @@ def test_hope_is_large_where_little_was_seen_and_comes_back_while_nothing_is_dra
     said = np.full((SLOTS, N), 0.5)
 
     def hope() -> float:
-        return survival._classes[0].hope
+        return survival._classes[0].hopes[0]
 
     first = hope()
     for _ in range(100):
@@ -157,7 +157,7 @@ def test_a_head_is_taken_at_its_word_and_top_probs_are_not() -> None:
     ):
         odds = survival.odds(proposal)
         assert odds == [odds_of(np.array(values)) for values in said]
-        survival._classes[0].hope = 0
+        survival._classes[0].hopes = [0.0] * N
     assert by_head.survivals(0, odds[0]) == pytest.approx([0.9, 0.72])
     assert by_head.survivals(1, odds[1]) == pytest.approx([0.6])
     assert 0.6 < by_top.survivals(0, odds[0])[0] < 0.8
