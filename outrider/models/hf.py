@@ -108,7 +108,7 @@ class HfModel:
         def hook(module: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
             if index in self._tapped:
                 hidden = given[0] if given else options["hidden_states"]
-                self._tapped[index] = hidden[0].clone()
+                self._tapped[index] = hidden[0].clone(memory_format=torch.contiguous_format)
 
         return hook
 

@@ -29,6 +29,22 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def row_writer(table: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """What writes table[rows] = values, for table [n, D], rows [T] int32, no row twice, and values [T, D] contiguous.
+
+    All but the call itself is done here, once for a table that is written in every step.
+    """
+    lib = kernels_for(table)
+    if lib is None:
+        return lambda rows, values: table.__setitem__(rows.long(), values)
+    scatter, at, row_bytes = lib.scatter_rows, table.data_ptr(), table.shape[1] * table.element_size()
+
+    def write(rows: Tensor, values: Tensor) -> None:
+        scatter(at, row_bytes, rows.data_ptr(), len(rows), values.data_ptr())
+
+    return write
+
+
 class RMSNorm:
     """x / rms(x) * weight over the last axis, computed in float32. Source: Zhang and Sennrich, arXiv:1910.07467.
 

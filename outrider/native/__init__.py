@@ -54,7 +54,8 @@ def library() -> ctypes.CDLL | None:
             function.argtypes, function.restype = arguments, None
     loaded.set_threads.argtypes, loaded.set_threads.restype = (c_int,), None
     loaded.set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    loaded.gather_rows.argtypes, loaded.gather_rows.restype = (c_void_p, c_int64, c_void_p, c_int64, c_void_p), None
+    for function in (loaded.gather_rows, loaded.scatter_rows):
+        function.argtypes, function.restype = (c_void_p, c_int64, c_void_p, c_int64, c_void_p), None
     return loaded
 
 

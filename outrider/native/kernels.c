@@ -158,3 +158,23 @@ void gather_rows(const void *table, int64_t row_bytes, const int64_t *rows, int6
     struct gather_args args = {table, rows, row_bytes, count, out};
     parallel_for(gather_item, &args, (count + 8 * ROWS_PER_ITEM - 1) / (8 * ROWS_PER_ITEM));
 }
+
+struct scatter_args {
+    char *table;
+    const int32_t *rows;
+    int64_t row_bytes, count;
+    const char *values;
+};
+
+static void scatter_item(const void *args, int64_t item) {
+    const struct scatter_args *a = args;
+    int64_t end = (item + 1) * 8 * ROWS_PER_ITEM;
+    for (int64_t i = item * 8 * ROWS_PER_ITEM; i < (end < a->count ? end : a->count); i++)
+        memcpy(a->table + a->rows[i] * a->row_bytes, a->values + i * a->row_bytes, a->row_bytes);
+}
+
+/* table[rows[i]] = values[i], whole rows of any type; no row twice. */
+void scatter_rows(void *table, int64_t row_bytes, const int32_t *rows, int64_t count, const void *values) {
+    struct scatter_args args = {table, rows, row_bytes, count, values};
+    parallel_for(scatter_item, &args, (count + 8 * ROWS_PER_ITEM - 1) / (8 * ROWS_PER_ITEM));
+}

@@ -22,6 +22,7 @@ from outrider.models.layers import (
     reference_rms_norm,
     reference_silu_mul,
     rope_tables,
+    row_writer,
     silu_mul,
     take_rows,
 )
@@ -167,6 +168,17 @@ def test_taking_rows_is_indexing(width: int, dtype: torch.dtype) -> None:
     for count in (0, 1, 31, 32, 33, 200):
         rows = torch.from_numpy(np.random.default_rng(count).integers(50, size=count))
         assert torch.equal(take_rows(table, rows), table[rows])
+
+
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_putting_rows_is_indexing(width: int, dtype: torch.dtype) -> None:
+    for count in (0, 1, 31, 32, 33, 200):
+        table, values = random(250, width, dtype=dtype), random(count, width, dtype=dtype, seed=1)
+        rows = torch.from_numpy(np.random.default_rng(count).permutation(250)[:count]).int()
+        expected = table.clone()
+        expected[rows.long()] = values
+        row_writer(table)(rows, values)
+        assert torch.equal(table, expected)
 
 
 # ---- rotary embedding, the paged cache and attention ----
