@@ -227,12 +227,22 @@ class AdaptiveLengths:
         forecast = [self.survival.forecast(slot, ceiling) for slot, ceiling in zip(slots, ceilings, strict=True)]
         draft_s = [seconds + fill_s for seconds in self.costs.draft(len(slots))[: max(ceilings) + 1]]
         draft_s[0] = 0.0
-        verify_s = self.costs.verify_from(step.num_rows, sum(ceilings))
+        verify_s = self._verify_s(sum(ceilings))
         choice = best_length(forecast, len(step.slots), draft_s, verify_s)
         kept = allocate([chain[: choice.num_tokens] for chain in forecast], choice.num_verified)
         step.rate, step.num_wanted = choice.tokens_per_s, choice.num_verified
-        self._gain = choice.tokens_per_s * verify_s[0] / len(step.slots)
+        self._gain = choice.tokens_per_s * step.plain_s / len(step.slots)
         return choice, kept
+
+    def _verify_s(self, most: int) -> list[float]:
+        """Seconds of a step that verifies no draft, one, … `most`.
+
+        Prompts beside it have to be read in any case, so their time says nothing of what a token is worth: of them only
+        what they make drafts cost is counted.
+        """
+        costs_s = self.costs.verify_from(self._step.num_rows, most)
+        prompts_s = costs_s[0] - self._step.plain_s
+        return [seconds - prompts_s for seconds in costs_s]
 
     def _affords_trial(self, account: Account, is_known: bool, wanted: list[int], behind: int) -> bool:
         """Whether an account has what it costs to let a few of its class draft, to learn what drafts are worth.
@@ -290,7 +300,7 @@ class AdaptiveLengths:
         if self._is_sampled:
             num_verified = min(self._step.num_wanted, num_drafts)
         else:
-            verify_s = self.costs.verify_from(self._step.num_rows, num_drafts)
+            verify_s = self._verify_s(num_drafts)
             drafted_s = self.costs.draft(len(chains))[longest]
             num_verified = best_budget(survival, len(self._step.slots), drafted_s, verify_s)
         lengths = [0] * len(entries)

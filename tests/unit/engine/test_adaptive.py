@@ -184,6 +184,20 @@ def test_fixed_lengths_are_the_configured_ones() -> None:
     assert made.lengths.pace is None
 
 
+def test_prompts_beside_a_step_do_not_make_tokens_dearer() -> None:
+    """Rows cost 1.1 ms beside prompts and 0.3 without: no more drafts pay there, though the step is slow anyway."""
+    made = world(Drafts(0.3), 4, guard=False, enable_adaptive_verification=True)
+    made.run(100)
+    verified = {}
+    for num_prompt_rows in (0, 500):
+        made.lengths.budgets(made.running, num_prompt_rows)
+        entries = [Entry(sequence, 1, N, samples=True) for sequence in made.running]
+        kept = made.lengths.keep(entries, Proposal(((0,) * N,) * 4, top_probs=((0.3,) * N,) * 4))
+        verified[num_prompt_rows] = sum(map(len, kept.tokens))
+    assert verified[500] <= verified[0] <= N
+    assert verified[0] > 0
+
+
 def test_a_price_says_what_a_step_took_more_than_a_plain_one() -> None:
     made = world(Drafts(0.9), 1, guard=False, enable_adaptive_verification=True)
     made.run(60)
