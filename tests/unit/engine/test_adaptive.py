@@ -312,6 +312,18 @@ def test_a_request_that_is_off_has_no_drafts_and_one_with_its_own_length_no_more
     assert made.lengths.budgets(made.running, 0) == [0, 2, 8]
 
 
+def test_a_request_that_begins_is_asked_for_at_once_however_the_last_one_ended() -> None:
+    """A request's last token needs no drafts; that decision must not hold for the next request."""
+    made = world(Drafts(0.9), 1)
+    made.run(100)
+    (ending,) = made.running
+    ending.max_output = ending.num_output + 1
+    assert made.lengths.budgets([ending], 0) == [0]
+    made.running.clear()
+    made.load(1)
+    assert made.lengths.budgets(made.running, 0)[0] > 0
+
+
 def test_a_run_is_the_same_again() -> None:
     runs = [world(Drafts(0.6), 4, noise=0.1, error=0.1).run(100) for _ in range(2)]
     assert runs[0] == runs[1]

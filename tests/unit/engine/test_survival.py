@@ -136,6 +136,18 @@ def test_what_is_known_of_a_request_fades_while_it_does_not_draft() -> None:
     assert first_survivals(survival)[3] > before + 0.3
 
 
+def test_what_a_drafter_last_said_of_a_request_fades_while_it_rests() -> None:
+    """A dip ends drafting, and then nothing new is said: it must not be for good."""
+    survival = learned(1.0, 0.0, np.zeros(N), rounds=200)
+    usual = survival.forecast(0, N)[0]
+    for _ in range(10):
+        survival.learn(0, [-4.0] * N, 0, 0)
+    dip = survival.forecast(0, N)[0]
+    survival.rest([0], 150)
+    assert dip < usual - 0.3
+    assert survival.forecast(0, N)[0] > (usual + dip) / 2
+
+
 def test_more_classes_than_are_kept_share_the_unnamed_one() -> None:
     survival = Survival(1, N)
     seen = []
