@@ -7,8 +7,8 @@ each request. Products along a chain are survivals. A draft after a rejected one
 
 Each verdict moves the four by an extended Kalman filter whose variances forget, and which keeps no covariances. What is
 asked for is hopeful: one standard deviation of b + c_i above its mean, so that what little was seen of, a class or the
-later places of its chains, is tried before it is given up. Numbers are few and asked for between forwards that empty the
-processor's caches, where NumPy took several times as long as Python's own arithmetic (docs/benchmarks.md).
+later places of its chains, is tried before it is given up. Numbers are few and asked for between forwards that empty
+the processor's caches, where NumPy took several times as long as Python's own arithmetic (docs/benchmarks.md).
 Source of the model and its start: vLLM 0.32, `acceptance_estimator.py`. Legend: N draft positions, S slots.
 """
 
