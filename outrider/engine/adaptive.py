@@ -10,6 +10,7 @@ drafts to verify then comes from earlier rounds, and this round's confidences on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -25,8 +26,7 @@ from outrider.engine.stats import StepTimes
 from outrider.engine.survival import Survival, log_odds
 from outrider.types import Proposal, Verdict
 
-_TRIAL_ROUNDS = 6  # of a class, before the rule may decide for it
-_PROBE_TOKENS = 3
+_TRIAL_ROUNDS = 2  # of a class, before the rule may decide for it
 _REVIEW_STEPS, _PLAIN_STEPS = 8, 100  # a decision not to draft holds so long; a plain step among drafting ones
 _MARGIN = 1.02  # what speculation must promise before it starts
 _SETTLED = 0.99  # of what a plain step is measured to take, so that a tie goes to plain decoding
@@ -41,7 +41,7 @@ class _Step:
 
     `plain_s`: of a step of the decoding requests alone. `rate`, `num_wanted`: what the rule expects of the step, going
     by earlier rounds: tokens a second, and drafts verified. `trials`: slots that draft to learn from. `running`: how
-    likely each slot's chain is accepted so far. `row_s`: what `_row_s` has found.
+    likely each slot's chain is accepted so far. `made`: survivals of all drafts made.
     """
 
     slots: list[int]
@@ -52,7 +52,7 @@ class _Step:
     num_wanted: int = 0
     trials: set[int] = field(default_factory=set)
     running: dict[int, float] = field(default_factory=dict)
-    row_s: dict[int, float] = field(default_factory=dict)
+    made: list[float] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -194,7 +194,7 @@ class AdaptiveLengths:
             mine = [place for place, other in enumerate(classes) if other == index and ceilings[place]]
             if mine and not account.is_closed and not any(budgets[place] for place in mine):
                 few = sorted(mine, key=behind.__getitem__)[: max(1, len(mine) // 16)]
-                wanted = [min(ceilings[place], _PROBE_TOKENS) for place in few]
+                wanted = [1] * len(few)
                 if self._affords_trial(account, index in known, wanted, sum(behind[place] for place in few)):
                     for place, budget in zip(few, wanted, strict=True):
                         budgets[place] = budget
@@ -258,33 +258,29 @@ class AdaptiveLengths:
     # ---- while it is made ----
 
     def goes_on(self, place: int, slots: Items[int], top_probs: Items[float]) -> list[bool]:
-        """Whom the next draft is worth its cost for: its chance, at the step's rate, against a row and a draft more."""
+        """Whom the next draft is worth its cost for: who is in the best step with it, where that beats all without."""
         survival, step = self.survival, self._step
         if self._is_sampled or place + 1 == survival.num_tokens:
             return [self._is_sampled] * len(slots)
         self._asks = True
-        row_cost, worth = step.rate * self._row_s(len(slots)), []
+        further = []
         for slot, probability in zip(slots, top_probs, strict=True):
             chance = step.running.get(slot, 1.0) * survival.confidence_at(slot, place, log_odds(probability))
             step.running[slot] = chance
-            worth.append(chance * survival.next_confidence(slot, place + 1) - row_cost)
-        gains = [value for value in worth if value > 0]
-        draft_s = self.costs.draft(len(gains))
-        pays = sum(gains) > step.rate * (draft_s[place + 2] - draft_s[place + 1])
-        return [(pays and value > 0) or slot in step.trials for slot, value in zip(slots, worth, strict=True)]
+            step.made.append(chance)
+            further.append(chance * survival.next_confidence(slot, place + 1))
+        least = self._least_of_use(place, further)
+        return [value >= least or slot in step.trials for slot, value in zip(slots, further, strict=True)]
 
-    def _row_s(self, num_slots: int) -> float:
-        """Seconds to verify a draft more, as a mean over those that the step wants, one each at least.
-
-        Not the next row's own: `keep` looks at the curve's steps, and `goes_on` must not stop before one.
-        """
-        step = self._step
-        num_wanted = max(step.num_wanted, num_slots)
-        found = step.row_s.get(num_wanted)
-        if found is None:
-            more_s = self.costs.verify(step.num_rows + num_wanted) - self.costs.verify(step.num_rows)
-            found = step.row_s[num_wanted] = more_s / num_wanted
-        return found
+    def _least_of_use(self, place: int, further: list[float]) -> float:
+        """The least of these survivals of drafts after `place` that the best step verifies; infinite without any."""
+        step, draft_s = self._step, self.costs.draft(len(further))
+        num_requests, verify_s = len(step.slots), self._verify_s(len(step.made) + len(further))
+        now = best_budget([step.made], num_requests, draft_s[place + 1], verify_s)
+        then = best_budget([step.made, further], num_requests, draft_s[place + 2], verify_s)
+        if then.tokens_per_s <= now.tokens_per_s:
+            return math.inf
+        return sorted([*step.made, *further], reverse=True)[then.num_verified - 1]
 
     def keep(self, entries: Items[Entry], proposal: Proposal) -> Proposal:
         """The drafts most likely to survive, as many as the rule says; those of trials all."""
@@ -302,7 +298,7 @@ class AdaptiveLengths:
         else:
             verify_s = self._verify_s(num_drafts)
             drafted_s = self.costs.draft(len(chains))[longest]
-            num_verified = best_budget(survival, len(self._step.slots), drafted_s, verify_s)
+            num_verified = best_budget(survival, len(self._step.slots), drafted_s, verify_s).num_verified
         lengths = [0] * len(entries)
         for chain, length in zip(chains, allocate(survival, num_verified), strict=True):
             chain.verified = lengths[chain.place] = len(chain.odds) if chain.slot in self._step.trials else length

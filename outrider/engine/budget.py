@@ -62,10 +62,11 @@ def best_length(survival: Chains, num_requests: int, draft_s: Items[float], veri
     return best
 
 
-def best_budget(survival: Chains, num_requests: int, drafted_s: float, verify_s: Items[float]) -> int:
+def best_budget(survival: Chains, num_requests: int, drafted_s: float, verify_s: Items[float]) -> Choice:
     """B for drafts that are made already: `drafted_s` is spent whatever B is, the rest as in `best_length`."""
     values = sorted((value for chain in survival for value in chain), reverse=True)
-    return _best_rate(values[: len(verify_s) - 1], num_requests, drafted_s, verify_s)[0]
+    num_verified, rate = _best_rate(values[: len(verify_s) - 1], num_requests, drafted_s, verify_s)
+    return Choice(max(map(len, survival), default=0), num_verified, rate)
 
 
 def allocate(survival: Chains, num_verified: int) -> list[int]:

@@ -79,11 +79,15 @@ class Drafts:
 
 @dataclass
 class Run:
-    """Seconds with and without drafts for the same tokens, and each step's longest verified chain."""
+    """Seconds with and without drafts for the same tokens, drafts made and verified, each step's longest chain made and
+    verified.
+    """
 
     seconds: float = 0.0
     plain_s: float = 0.0
+    num_drafted: int = 0
     num_verified: int = 0
+    drafted: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)
     drafted_steps: int = 0
 
@@ -144,6 +148,8 @@ class World:
         # The mean over all draws of acceptance: the same as what was committed, with less chance in it.
         hoped = [np.cumprod(chances[i])[: len(kept.tokens[i])].sum() + 1 for i in range(len(entries))]
         run.plain_s += float(np.mean(hoped)) * self.machine.verify(len(entries)) * noise
+        run.num_drafted += sum(lengths)
+        run.drafted.append(max(lengths))
         run.num_verified += sum(map(len, kept.tokens))
         run.chosen.append(max(map(len, kept.tokens)))
         run.drafted_steps += count > 0

@@ -93,6 +93,18 @@ def test_drafts_are_used_as_well_as_by_the_best_fixed_length_of_each_cell(kind: 
     assert np.mean(list(ratios.values())) > 0.985, ratios
 
 
+@pytest.mark.parametrize("mean", [0.5, 0.7])
+def test_a_drafter_that_asks_makes_few_drafts_that_nobody_verifies(mean: float) -> None:
+    run = world(Drafts(mean, asks=True), 4, noise=0.05).run(400)
+    assert run.num_drafted < 1.3 * run.num_verified
+
+
+def test_what_is_not_known_is_tried_with_one_draft() -> None:
+    run = world(Drafts(0.0), 8, noise=0.05).run(1000)
+    assert max(run.drafted) == 1
+    assert 10 < run.drafted_steps < 50
+
+
 @pytest.mark.parametrize(("mean", "load"), [(0.3, 1), (0.8, 4), (0.8, 16)])
 def test_noise_and_wrong_tables_cost_a_few_percent(mean: float, load: int) -> None:
     for asks in (False, True):

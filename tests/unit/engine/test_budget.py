@@ -65,8 +65,9 @@ def test_no_budget_for_drafts_that_are_made_is_better(seed: int) -> None:
         lengths: (num_requests + gain(survival, lengths)) / (drafted_s + verify_s[sum(lengths)])
         for lengths in all_allocations(survival, len(survival[0]))
     }
-    budget = best_budget(survival, num_requests, drafted_s, verify_s)
-    assert np.isclose(rates[tuple(allocate(survival, budget))], max(rates.values()), rtol=1e-12)
+    choice = best_budget(survival, num_requests, drafted_s, verify_s)
+    assert np.isclose(rates[tuple(allocate(survival, choice.num_verified))], max(rates.values()), rtol=1e-12)
+    assert np.isclose(choice.tokens_per_s, max(rates.values()), rtol=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,4 +104,4 @@ def test_of_equal_choices_the_shortest_is_taken() -> None:
 def test_more_rows_than_a_step_takes_are_not_asked_for() -> None:
     """verify_s ends at the largest budget that is allowed."""
     assert best_length([[1.0] * 4] * 2, 2, [0.0] * 5, [1.0] * 4).num_verified == 3
-    assert best_budget([[1.0] * 4] * 2, 2, 0.0, [1.0] * 4) == 3
+    assert best_budget([[1.0] * 4] * 2, 2, 0.0, [1.0] * 4).num_verified == 3
