@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -38,10 +38,11 @@ _log = logging.getLogger(__name__)
 
 _CONTEXT_LEN = 48
 _VERIFY_S, _DRAFT_S = 1.1, 0.5  # seconds that measuring may take; what has begun is finished
-_REPEATS = 3
+_ROUNDS = 3
 _LEAST_SLOPE = 1 / 64  # of the cost of a step, for a row more, where nothing was measured
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _REQUESTS, _FEW = (1, 8, 32, 4, 16, 2), 8  # the order in which they are measured
+Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def measure(setup: Setup) -> StepCosts:
 
     A cache may be too small for it. A drafter that fails here will be heard of when it is used.
     """
-    verify = dict(_verify_costs(setup)) or {1: 0.0}
+    verify = _verify_costs(setup) or {1: 0.0}
     draft, fill_s = {1: [0.0] * setup.speculative.num_speculative_tokens}, 0.0
     try:
         draft, fill_s = _draft_costs(setup) or (draft, fill_s)
@@ -111,44 +112,70 @@ def _continued(measured: dict[int, float], most: int) -> tuple[list[int], list[f
     return [*rows, *further], [*smooth, *beyond]
 
 
-def _verify_costs(setup: Setup) -> Iterator[tuple[int, float]]:
+def _verify_costs(setup: Setup) -> dict[int, float]:
     """Seconds of the target's forward and greedy draws, by rows."""
-    longest, began = setup.speculative.num_speculative_tokens, time.perf_counter()
     context_len = _CONTEXT_LEN if setup.target.model.shares_prefixes else 0
     with _sequences(setup, setup.config.max_num_seqs, context_len) as sequences:
-        for rows in _places(_most_rows(setup)) if sequences else ():
-            count = min(rows, len(sequences))
-            drafts = [rows // count - 1 + (index < rows % count) for index in range(count)]
-            if max(drafts) > longest:
-                return
-            entries = [Entry(sequence, 1, 0, samples=True) for sequence in sequences[:count]]
-            tokens = [(0,) * length for length in drafts]
-            yield rows, _seconds(partial(_forward, setup, entries, tokens), began, _VERIFY_S)
-            if rows >= 4 and time.perf_counter() - began > _VERIFY_S:
-                return
+        found = _in_rounds(_forwards(setup, sequences), _VERIFY_S, least=4)
+    return {rows: costs[0] for rows, costs in found.items()}
+
+
+def _forwards(setup: Setup, sequences: list[Sequence]) -> Iterator[tuple[int, list[Run]]]:
+    """A forward of each number of rows, shared out as evenly as drafts can be."""
+    for rows in _places(_most_rows(setup)) if sequences else ():
+        count = min(rows, len(sequences))
+        drafts = [rows // count - 1 + (index < rows % count) for index in range(count)]
+        if max(drafts) > setup.speculative.num_speculative_tokens:
+            return
+        entries = [Entry(sequence, 1, 0, samples=True) for sequence in sequences[:count]]
+        yield rows, [partial(_forward, setup, entries, [(0,) * length for length in drafts])]
 
 
 def _draft_costs(setup: Setup) -> tuple[dict[int, list[float]], float] | None:
     """Seconds of a proposal by requests and length (from 1), and of a row that the drafter has yet to see."""
-    longest, began = setup.speculative.num_speculative_tokens, time.perf_counter()
-    found: dict[int, list[float]] = {}
-    fill_s = 0.0
+    longest = setup.speculative.num_speculative_tokens
+    lengths = sorted({1, min(2, longest), longest})
     # Where texts cannot share blocks, each has to be read: that of a few will do.
     most = min(setup.config.max_num_seqs, max(_REQUESTS) if setup.target.model.shares_prefixes else _FEW)
+    firsts_s: list[float] = []
+
+    def proposals(sequences: list[Sequence]) -> Iterator[tuple[int, list[Run]]]:
+        for count in sorted({min(count, len(sequences)) for count in _REQUESTS}, key=_order):
+            chosen = sequences[:count]
+            firsts_s.append(_seconds(partial(_propose, setup, chosen, 1)))  # catches up on the texts
+            yield count, [partial(_propose, setup, chosen, length) for length in lengths]
+
     with _sequences(setup, most, _CONTEXT_LEN) as sequences:
         if not sequences:
             return None
-        for count in sorted({min(count, len(sequences)) for count in _REQUESTS}, key=_order):
-            chosen = sequences[:count]
-            first_s = _seconds(partial(_propose, setup, chosen, 1), began, 0.0)
-            lengths = sorted({1, min(2, longest), longest})
-            costs = [_seconds(partial(_propose, setup, chosen, length), began, _DRAFT_S) for length in lengths]
-            if not found:
-                fill_s = max(0.0, first_s - costs[0]) / _CONTEXT_LEN
-            found[count] = _between(lengths, costs)
-            if time.perf_counter() - began > _DRAFT_S:
-                break
-    return found, fill_s
+        costs = _in_rounds(proposals(sequences), _DRAFT_S)
+    first = next(iter(costs.values()))
+    return {count: _between(lengths, own) for count, own in costs.items()}, max(
+        0.0, firsts_s[0] - first[0]
+    ) / _CONTEXT_LEN
+
+
+def _in_rounds(groups: Iterable[tuple[int, list[Run]]], limit_s: float, least: int = 1) -> dict[int, list[float]]:
+    """Seconds of each run of each group: the median over a few rounds through all of them.
+
+    Not each some times in succession: a machine's speed drifts, and what was measured in a slow moment would look
+    dearer than its neighbours, where only the differences decide. Short of time there are fewer groups (those after
+    `least` may be left out), then fewer rounds.
+    """
+    began = time.perf_counter()
+    taken: dict[int, list[list[float]]] = {}
+    kept: list[tuple[int, list[Run]]] = []
+    for key, runs in groups:
+        kept.append((key, runs))
+        taken[key] = [[_seconds(run) for run in runs]]
+        if key >= least and time.perf_counter() - began > limit_s / _ROUNDS:
+            break
+    for done in range(1, _ROUNDS):
+        if (time.perf_counter() - began) * (done + 1) / done > 1.5 * limit_s:
+            break
+        for key, runs in kept:
+            taken[key].append([_seconds(run) for run in runs])
+    return {key: [statistics.median(values) for values in zip(*rounds, strict=True)] for key, rounds in taken.items()}
 
 
 def _order(count: int) -> int:
@@ -174,14 +201,10 @@ def _propose(setup: Setup, sequences: list[Sequence], length: int) -> None:
         raise RuntimeError(failed[0])
 
 
-def _seconds(run: Callable[[], None], began: float, limit_s: float) -> float:
-    """The median of a few runs, fewer when time is short."""
-    taken: list[float] = []
-    while len(taken) < _REPEATS and (not taken or time.perf_counter() - began < limit_s):
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def _seconds(run: Run) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 @contextlib.contextmanager

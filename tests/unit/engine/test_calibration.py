@@ -184,6 +184,23 @@ def test_measuring_is_bounded_in_time(folder: Path, model: LlamaModel, monkeypat
     assert costs.draft(8)[N] > 0.05
 
 
+def test_a_machine_that_slows_down_meanwhile_makes_no_place_dearer_than_another(
+    folder: Path, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every forward takes as long as any other; for a third of the measuring, all take twice as long."""
+    clock = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: clock)
+
+    def forward(*args: Any) -> None:
+        nonlocal clock
+        clock += 0.02 if 0.15 < clock < 0.33 else 0.01
+
+    monkeypatch.setattr(calibration, "_forward", forward)
+    costs = costs_of(start(model))
+    assert clock > 0.4, "all of it is measured"
+    assert costs.verify(32) == pytest.approx(costs.verify(1))
+
+
 def test_costs_can_be_given(folder: Path, model: LlamaModel) -> None:
     given, drafter = StepCosts([1, 8], [1.0, 2.0], [1], [[0.1] * N]), Constant()
     engine = tiny.make_engine(model, drafter, config_of(), costs=given)
