@@ -3,8 +3,9 @@
 Several engines over the same weights answer the same prompts, each at its own pace, with a constant number of requests;
 a request that ends is replaced by the next one. They take turns step by step, the one that has committed least next, so
 that a machine which changes its speed changes it for all. Every step is timed alone. Engines keep what they learned
-from one class of prompts to the next, and know nothing at the first: its costs are part of the result. Its tables are
-in docs/benchmarks.md, "The guard".
+from one class of prompts to the next, and know nothing at the first: its costs are part of the result. All memory for
+keys, values and taps is written once before, as it is in an engine that has run for a while: with `--fresh` it is not.
+Its tables are in docs/benchmarks.md, "The guard".
 """
 
 from __future__ import annotations
@@ -124,6 +125,13 @@ def prompts_of(llm: LLM, workload: str, folder: Path) -> Prompts:
     return [encode(llm, [{"role": "user", "content": prompt.turns[0]}]) for prompt in found]
 
 
+def write_memory(engine: Engine) -> None:
+    """Write every page of an engine's memory, so that no step waits for the system to hand one out."""
+    memory = engine.target.memory
+    for table in [*memory.taps.values(), *(part for layer in memory.cache for part in (layer.keys, layer.values))]:
+        table.zero_()
+
+
 def measure(llms: dict[str, LLM], load: int, steps: int, workload: str, prompts: Prompts) -> dict[str, Any]:
     """Tokens a second over the first engine's, by engine: of all blocks, and the standard error of the mean of them."""
     runners = [Runner(name, llm.engine, itertools.cycle(prompts), workload) for name, llm in llms.items()]
@@ -162,6 +170,7 @@ def main() -> None:
     )
     parser.add_argument("--classes", default=",".join([*SETS, RANDOM]))
     parser.add_argument("--steps", type=int, default=512, help="of plain decoding, a class")
+    parser.add_argument("--fresh", action="store_true", help="memory that was never written, as after a start")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the public sets")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     wishes = parser.parse_args()
@@ -172,6 +181,8 @@ def main() -> None:
             plain = LLM("smollm2", max_num_seqs=load)
             llms = {name: plain.sibling(settings_of(name, useless)) for name in names}
             for name, llm in llms.items():
+                if not wishes.fresh:
+                    write_memory(llm.engine)
                 warm = Runner(name, llm.engine, iter([(1,) * 40] * 2), "")
                 warm.add(16, off=True)
                 while llm.engine.has_work:
