@@ -5,7 +5,10 @@ a request that ends is replaced by the next one. They take turns step by step, t
 that a machine which changes its speed changes it for all. Every step is timed alone. Engines keep what they learned
 from one class of prompts to the next, and know nothing at the first: its costs are part of the result. All memory for
 keys, values and taps is written once before, as it is in an engine that has run for a while: with `--fresh` it is not.
-Its tables are in docs/benchmarks.md, "The guard".
+
+An engine that is ahead may have read prompts that the others read after the end, so tokens alone would compare other
+work: a speed is the plain engine's seconds for the same tokens and rows of prompts over the engine's own. Its tables
+are in docs/benchmarks.md, "The guard".
 """
 
 from __future__ import annotations
@@ -40,18 +43,34 @@ RANDOM = "random tokens"
 Prompts = Sequence[tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What was done in how long: tokens committed, rows of prompts read."""
+
+    tokens: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.rows + other.rows, self.seconds + other.seconds)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.tokens - other.tokens, self.rows - other.rows, self.seconds - other.seconds)
+
+
 @dataclass
 class Runner:
-    """One engine in a class of prompts: tokens and seconds so far, and the same at the end of each block."""
+    """One engine in a class of prompts: its work, that of steps without prompts, and the work at each block's end."""
 
     name: str
     engine: Engine
     prompts: Iterator[tuple[int, ...]]
     workload: str
-    tokens: int = 0
-    seconds: float = 0.0
-    marks: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
+    done: Work = Work()
+    pure: Work = Work()
+    marks: list[Work] = field(default_factory=lambda: [Work()])
     number: Iterator[int] = field(default_factory=itertools.count)
+    waiting: dict[str, int] = field(default_factory=dict)
 
     def add(self, max_tokens: int = MAX_TOKENS, *, off: bool = False) -> None:
         """The next prompt as a request."""
@@ -59,27 +78,27 @@ class Runner:
             f"{self.workload}-{next(self.number)}",
             SamplingParams(temperature=0, max_tokens=max_tokens),
         )
-        drafting = DraftParams(workload=self.workload, off=off)
-        self.engine.add(Request(request_id=request_id, prompt_ids=next(self.prompts), params=params, drafting=drafting))
+        drafting, prompt = DraftParams(workload=self.workload, off=off), next(self.prompts)
+        self.waiting[request_id] = len(prompt)
+        self.engine.add(Request(request_id=request_id, prompt_ids=prompt, params=params, drafting=drafting))
 
     def step(self) -> None:
         """One step; whoever ended is replaced."""
         began = time.perf_counter()
         outputs = self.engine.step()
-        self.seconds += time.perf_counter() - began
-        self.tokens += sum(len(output.token_ids) for output in outputs)
+        seconds = time.perf_counter() - began
+        rows = sum(self.waiting.pop(output.request_id, 0) for output in outputs)
+        work = Work(sum(len(output.token_ids) for output in outputs), rows, seconds)
+        self.done += work
+        self.pure += Work() if rows else work
         for output in outputs:
             if output.finish_reason is not None:
                 self.add()
 
     def mark(self, goal: float) -> None:
         """Note a block's end when it is reached."""
-        if self.tokens >= goal * len(self.marks):
-            self.marks.append((self.tokens, self.seconds))
-
-    def rates(self) -> list[float]:
-        """Tokens a second, block by block."""
-        return [(b[0] - a[0]) / (b[1] - a[1]) for a, b in itertools.pairwise(self.marks)]
+        if self.done.tokens >= goal * len(self.marks):
+            self.marks.append(self.done)
 
     def end(self) -> None:
         """Abort what still runs."""
@@ -104,9 +123,12 @@ def useless_drafter(folder: Path) -> str:
 
 
 def settings_of(name: str, useless: str) -> dict[str, Any] | None:
-    """An engine's speculative config: plain, useless, synthetic0, METHOD (guarded) or METHOD:N (fixed)."""
+    """An engine's speculative config: plain, useless, synthetic0, METHOD (guarded) or METHOD:N (fixed).
+
+    A second plain one, `plain2`, shows the noise.
+    """
     method, _, length = name.partition(":")
-    if name == "plain":
+    if name.startswith("plain"):
         return None
     if name == "useless":
         return {"method": "eagle3", "model": useless, "num_speculative_tokens": 4, "guard": True}
@@ -133,29 +155,33 @@ def write_memory(engine: Engine) -> None:
 
 
 def measure(llms: dict[str, LLM], load: int, steps: int, workload: str, prompts: Prompts) -> dict[str, Any]:
-    """Tokens a second over the first engine's, by engine: of all blocks, and the standard error of the mean of them."""
+    """Speeds over the first engine's, by engine: of all blocks, and the standard error of the mean of them.
+
+    The first requests end one after the other, so that no engine reads all its prompts in the same steps.
+    """
     runners = [Runner(name, llm.engine, itertools.cycle(prompts), workload) for name, llm in llms.items()]
     goal = load * steps
     for runner in runners:
-        for _ in range(load):
-            runner.add()
-    while waiting := [runner for runner in runners if runner.tokens < goal]:
-        runner = min(waiting, key=lambda item: item.tokens)
+        for place in range(load):
+            runner.add(MAX_TOKENS * (place + 1) // load)
+    while waiting := [runner for runner in runners if runner.done.tokens < goal]:
+        runner = min(waiting, key=lambda item: item.done.tokens)
         runner.step()
         runner.mark(goal / NUM_BLOCKS)
-    cell: dict[str, Any] = {
-        "load": load,
-        "class": workload,
-        "steps": steps,
-        "tokens_per_s": {},
-        "ratio": {},
-        "error": {},
-    }
     plain = runners[0]
+    token_s = plain.pure.seconds / plain.pure.tokens
+    row_s = (plain.done.seconds - token_s * plain.done.tokens) / plain.done.rows
+
+    def speed(work: Work) -> float:
+        return (token_s * work.tokens + row_s * work.rows) / work.seconds
+
+    cell: dict[str, Any] = {"load": load, "class": workload, "steps": steps, "plain_token_s": token_s}
+    cell |= {"plain_prompt_row_s": row_s, "ratio": {}, "error": {}}
+    blocks = [b - a for a, b in itertools.pairwise(plain.marks)]
     for runner in runners:
-        pairs = [mine / its for mine, its in zip(runner.rates(), plain.rates(), strict=False)]
-        cell["tokens_per_s"][runner.name] = runner.tokens / runner.seconds
-        cell["ratio"][runner.name] = runner.tokens / runner.seconds * plain.seconds / plain.tokens
+        mine = [b - a for a, b in itertools.pairwise(runner.marks)]
+        pairs = [speed(own) / speed(its) for own, its in zip(mine, blocks, strict=False)]
+        cell["ratio"][runner.name] = speed(runner.done) / speed(plain.done)
         cell["error"][runner.name] = statistics.stdev(pairs) / len(pairs) ** 0.5
         runner.end()
     return cell
@@ -178,7 +204,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         useless = useless_drafter(Path(scratch) / "useless")
         for load in map(int, wishes.loads.split(",")):
-            plain = LLM("smollm2", max_num_seqs=load)
+            plain = LLM("smollm2", max_num_seqs=load, enable_prefix_caching=False)
             llms = {name: plain.sibling(settings_of(name, useless)) for name in names}
             for name, llm in llms.items():
                 if not wishes.fresh:
